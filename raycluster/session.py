@@ -7,15 +7,13 @@ import os
 from pathlib import Path
 
 import ray
+import ray.data
 
-# Ray's defaults suit large clusters. A training group on a busy laptop needs longer to come up, and Ray's
-# usage statistics and per-task log lines are noise to someone who typed one command.
-_DEFAULTS = {
+# Ray's defaults suit large clusters: a training group on a busy laptop needs longer to come up, and its
+# notices are noise to someone who typed one command. What the user has set stays.
+_ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "1",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_DATA_DISABLE_PROGRESS_BARS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
@@ -25,23 +23,38 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XMC_CACHE", Path.home() / ".cache" / "xmc")).resolve()
 
 
-def connect(num_cpus: int | None = None, object_store_bytes: int | None = None) -> None:
-    """Join the cluster named by RAY_ADDRESS (set inside `ray job submit`) or a running local one; else start one.
+def connect(
+    *, local: bool = False, num_cpus: int | None = None, object_store_bytes: int | None = None
+) -> None:
+    """Join the cluster of RAY_ADDRESS (set inside `ray job submit`) or of this machine's `ray start`.
 
-    `num_cpus` and `object_store_bytes` only shape a cluster started here.
+    Where there is none, or with `local`, start one that ends with this process; `num_cpus` and
+    `object_store_bytes` shape only such a cluster.
     """
     if ray.is_initialized():
         return
-    for key, value in _DEFAULTS.items():
+    _configure_data()
+    for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_dir() / "torch_extensions"))
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_dir() / "numba"))
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level=logging.WARNING)
-    else:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            object_store_memory=object_store_bytes,
-            logging_level=logging.WARNING,
-        )
+    if not local:
+        try:
+            ray.init(address="auto", logging_level=logging.WARNING)
+            return
+        except ConnectionError:
+            if os.environ.get("RAY_ADDRESS"):
+                raise
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        object_store_memory=object_store_bytes,
+        logging_level=logging.WARNING,
+    )
+
+
+def _configure_data() -> None:
+    """Rows keep their order, whatever task ends first; commands show their own progress in place of Ray Data's."""
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True

@@ -12,6 +12,6 @@ from raycluster import session
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    session.connect(num_cpus=2, object_store_bytes=512 * 2**20)
+    session.connect(local=True, num_cpus=2, object_store_bytes=512 * 2**20)
     yield
     ray.shutdown()

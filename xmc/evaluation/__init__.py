@@ -1,0 +1,1 @@
+"""Metrics, propensities and how they are shown. Knows nothing of Ray."""

@@ -1,0 +1,447 @@
+"""Trains one network on a Ray Train group: the encoder in a DeepSpeed engine, label rows beside it, one loop for all.
+
+A system gives a `Learner` (module and head) and gets a trained model's parts back in a directory. The loop knows
+nothing of any system. Checkpoints make it resumable after the death of a worker (Ray restarts the group) or of the
+driver (the same call goes on); see `checkpoints`. Steps are written to metrics.jsonl, which the driver follows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import ray
+import ray.data
+import ray.train
+import torch
+import torch.distributed as dist
+from ray.train.torch import TorchConfig, TorchTrainer
+from torch import Tensor, nn
+
+from raycluster import checkpoints
+from raycluster.checkpoints import Checkpoint
+from raycluster.ingest import Batch, RankRows, SplitByRank, rank_table
+from xmc.errors import InputError
+from xmc.files import atomic_write_text
+from xmc.nn.averaging import WeightAverage
+from xmc.nn.block_files import BlockReader, write_blocks
+from xmc.nn.engine import Engine, EngineConfig, load_weights
+from xmc.nn.heads.base import LabelHead
+from xmc.nn.optimisers import parameter_groups
+from xmc.nn.sharding import Ragged
+from xmc.progress import Progress
+
+STEPS_FILE = "metrics.jsonl"
+FAILURE_FILE = "failure.txt"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    # Ranks: processes, each with its share of documents and of label rows. On GPUs, one a GPU.
+    workers: int = 1
+    # auto: a GPU where the cluster has enough of them, else the CPU.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    epochs: int = 3
+    # Documents of all ranks in one forward pass; times `accumulate` in one update.
+    batch_size: int = 32
+    # Forward passes a weight update: larger batches in the same memory.
+    accumulate: int = 1
+    # Learning rate of the encoder, and of the label rows.
+    encoder_rate: float = 1e-4
+    label_rate: float = 1e-4
+    # constant, or linear: falling to 0 at the last step. Both after `warmup` (a share of all steps) rising from 0.
+    schedule: Literal["constant", "linear"] = "constant"
+    warmup: float = 0.0
+    # Average the weights of this epoch's end and of those after it (SWA); 0 keeps the last weights.
+    average_from: int = 0
+    # A checkpoint after so many steps and after so many minutes, whichever comes first; 0 turns one off.
+    checkpoint_steps: int = 0
+    checkpoint_minutes: float = 5.0
+    # How often a group that lost a worker starts again from its checkpoint.
+    max_failures: int = 3
+    # CPUs that Ray reserves for a rank; 0: half of its share of the cluster, the rest is for Ray Data.
+    cpus_per_worker: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("workers", "epochs", "batch_size", "accumulate"):
+            if getattr(self, key) < 1:
+                raise InputError(f"train.{key} is {getattr(self, key)}; it must be at least 1")
+        if self.batch_size < self.workers:
+            raise InputError(
+                f"train.batch_size is {self.batch_size} for {self.workers} workers; each needs at least one document"
+            )
+        for key in ("encoder_rate", "label_rate", "checkpoint_minutes", "cpus_per_worker"):
+            if getattr(self, key) < 0:
+                raise InputError(f"train.{key} is {getattr(self, key)}; it must not be negative")
+        if not 0 <= self.warmup < 1:
+            raise InputError(f"train.warmup is {self.warmup}; it is a share of all steps, from 0 to below 1")
+        if self.average_from > self.epochs:
+            raise InputError(
+                f"train.average_from is {self.average_from}, but there are {self.epochs} epochs: nothing to average"
+            )
+
+
+class Learner:
+    """What is trained: a module whose outputs for (input_ids, attention_mask) go to a head. Systems that do more
+    than that at a step or between epochs override these methods."""
+
+    def __init__(self, module: nn.Module, head: LabelHead) -> None:
+        self.module = module
+        self.head = head
+
+    def before_epoch(self, epoch: int, outputs: Callable[[], Iterator[tuple[np.ndarray, Any]]]) -> None:
+        """`outputs()` runs over all of this rank's documents: (rows, the module's outputs), without gradients."""
+
+    def loss(self, outputs: Any, targets: Ragged, rows: np.ndarray, lr: float | None) -> Tensor:
+        """See LabelHead.loss; `rows` (b,) are the documents' places among this rank's."""
+        return self.head.loss(outputs, targets, lr=lr)
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank must find again besides rows and weights."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state` gave."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a rank needs, sent to it by value. `build` and `export` are module-level functions of a system."""
+
+    out: Path
+    build: Callable[[Any, torch.device], Learner]
+    export: Callable[[Learner, Mapping[str, Tensor], Path], None]
+    settings: Any
+    train: TrainConfig
+    engine: EngineConfig
+    seed: int
+    num_documents: int
+    pad_id: int
+    padding_side: str
+    threads: int
+
+
+def fit(job: Job, documents: ray.data.Dataset, on_steps: Callable[[list[dict[str, float]]], None]) -> None:
+    """Train until `job.out` holds the exported parts; `on_steps` gets each new row of step metrics.
+
+    Raises InputError where the run cannot go on for a reason that the user can mend.
+    """
+    job.out.mkdir(parents=True, exist_ok=True)
+    (job.out / FAILURE_FILE).unlink(missing_ok=True)
+    shutil.rmtree(job.out / "ray", ignore_errors=True)
+    use_gpu = wants_gpu(job.train)
+    resources = {"CPU": job.train.cpus_per_worker or default_cpus(job.train.workers)}
+    trainer = TorchTrainer(
+        _train_rank,
+        train_loop_config={"job": job},
+        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=job.train.workers, use_gpu=use_gpu, resources_per_worker=resources
+        ),
+        run_config=ray.train.RunConfig(
+            name="group",
+            storage_path=str(job.out / "ray"),
+            failure_config=ray.train.FailureConfig(max_failures=job.train.max_failures),
+        ),
+        datasets={"train": documents},
+        dataset_config=SplitByRank(),
+    )
+    with _following(job, on_steps):
+        trainer.fit()
+    if (job.out / FAILURE_FILE).exists():
+        raise InputError((job.out / FAILURE_FILE).read_text())
+    shutil.rmtree(job.out / "ray", ignore_errors=True)
+    shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
+
+
+def wants_gpu(config: TrainConfig) -> bool:
+    """Whether to train on GPUs; asking for more than the cluster has is an error before anything starts."""
+    gpus = ray.cluster_resources().get("GPU", 0)
+    if config.device == "cuda" and gpus < config.workers:
+        raise InputError(
+            f"train.device is cuda with {config.workers} workers, but the cluster has {gpus:g} GPUs"
+        )
+    return config.device == "cuda" or (config.device == "auto" and gpus >= config.workers)
+
+
+def default_cpus(workers: int) -> float:
+    """Half a rank's share of the cluster's CPUs: Ray Data's tasks need some too."""
+    return max(0.01, round(ray.cluster_resources().get("CPU", 1) / workers / 2, 2))
+
+
+def default_threads(workers: int) -> int:
+    """Torch threads of a rank: the CPUs of its node over the ranks that share it."""
+    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    per_node = -(-workers // max(len(nodes), 1))
+    return max(1, int(max(nodes) / per_node))
+
+
+def num_steps(num_documents: int, config: TrainConfig) -> int:
+    """Forward passes of an epoch: the same on every rank, though ranks may differ by a document."""
+    smallest, largest = num_documents // config.workers, -(-num_documents // config.workers)
+    if smallest == 0:
+        raise InputError(f"{num_documents} training documents are too few for train.workers={config.workers}")
+    return min(smallest, -(-largest // (config.batch_size // config.workers)))
+
+
+def rate_factor(step: int, total: int, config: TrainConfig) -> float:
+    """What both learning rates are multiplied by at `step` (from 0) of `total`."""
+    warm = config.warmup * total
+    if step < warm:
+        return (step + 1) / (warm + 1)
+    return (total - step) / max(total - warm, 1.0) if config.schedule == "linear" else 1.0
+
+
+# ------------------------------------------------------------------------------------------------ in a rank
+
+
+def _train_rank(config: dict[str, Job]) -> None:
+    """One rank's whole life. A mistake that the user must mend ends the group without a retry."""
+    job = config["job"]
+    try:
+        _Loop(job).run()
+    except InputError as error:
+        # Every rank meets such an error at the same place, so nobody waits in a collective.
+        if dist.get_rank() == 0:
+            atomic_write_text(job.out / FAILURE_FILE, str(error))
+
+
+class _Loop:
+    """Position, network and averages of one rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.rank = dist.get_rank()
+        self.device = ray.train.torch.get_device()
+        torch.set_num_threads(job.threads)
+        torch.manual_seed(job.seed * 1009 + self.rank)
+        self.steps_an_epoch = num_steps(job.num_documents, job.train)
+        self.total = self.steps_an_epoch * job.train.epochs
+        self.rows = RankRows(
+            rank_table("train"), self._per_rank, self.steps_an_epoch, job.seed, job.pad_id, job.padding_side
+        )
+        checkpoint = checkpoints.newest(job.out / "checkpoints")
+        weights = checkpoint.load("engine") if checkpoint else None
+        self.learner = job.build(job.settings, self.device)
+        if weights is not None:
+            load_weights(self.learner.module, weights)
+        self.engine = Engine(
+            self.learner.module, self._groups(), job.engine, self.device, self._per_rank, job.train.accumulate
+        )
+        self.average = WeightAverage()
+        self.step = 0
+        if checkpoint is not None and weights is not None:
+            self._restore(checkpoint, weights)
+        self.log = _StepLog(job.out / STEPS_FILE, self.step) if self.rank == 0 else None
+        self.saved_at = time.monotonic()
+
+    @property
+    def _per_rank(self) -> int:
+        return -(-self.job.train.batch_size // self.job.train.workers)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups = parameter_groups(self.learner.module, self.job.engine.weight_decay)
+        return [group | {"lr": self.job.train.encoder_rate} for group in groups]
+
+    def run(self) -> None:
+        train = self.job.train
+        while self.step < self.total:
+            epoch, place = divmod(self.step, self.steps_an_epoch)
+            if place == 0:
+                self.learner.before_epoch(epoch, self._outputs)
+            self.engine.train()
+            waited = time.perf_counter()
+            for batch in self.rows.epoch(epoch, place):
+                self._step(batch, waited)
+                if self.step % self.steps_an_epoch and self._is_time():
+                    self._save()
+                waited = time.perf_counter()
+            if train.average_from and epoch + 1 >= train.average_from:
+                self.average.update(self._trained())
+            if self._is_time():
+                self._save()
+        self._export()
+
+    def _step(self, batch: Batch, waited_since: float) -> None:
+        began = time.perf_counter()
+        train = self.job.train
+        factor = rate_factor(self.step, self.total, train)
+        targets = Ragged(self._tensor(batch.label_ids), self._tensor(batch.label_offsets))
+        outputs = self.engine(self._tensor(batch.input_ids), self._tensor(batch.attention_mask))
+        at_once = train.label_rate * factor if train.accumulate == 1 else None
+        loss = self.learner.loss(outputs, targets, batch.rows, at_once)
+        self.engine.backward(loss)
+        self.engine.step(factor)
+        self.step += 1
+        if at_once is None and self.step % train.accumulate == 0:
+            self.learner.head.step(train.label_rate * factor)
+        self._check(loss)
+        if self.log is not None:
+            took = time.perf_counter() - waited_since
+            self.log.add(
+                self.step,
+                loss=float(loss.detach()),
+                rate=train.encoder_rate * factor,
+                documents_per_second=len(batch) * train.workers / took,
+                waiting_share=(began - waited_since) / took,
+            )
+
+    @torch.no_grad()
+    def _outputs(self) -> Iterator[tuple[np.ndarray, Any]]:
+        self.engine.train(False)
+        for batch in self.rows.in_order():
+            yield batch.rows, self.engine(self._tensor(batch.input_ids), self._tensor(batch.attention_mask))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _check(self, loss: Tensor) -> None:
+        """All ranks know the same loss, so all stop together, before anything of it reaches a checkpoint."""
+        if not math.isfinite(float(loss.detach())):
+            raise InputError(
+                f"the loss became {float(loss.detach())} at step {self.step}. The last checkpoint is from before it; "
+                "lower train.encoder_rate or train.label_rate (a changed rate trains anew)"
+            )
+
+    def _is_time(self) -> bool:
+        """Whether to save now: rank 0's clock decides for all."""
+        train = self.job.train
+        if self.step % train.accumulate or self.step == self.total:
+            return False
+        if train.checkpoint_steps and self.step % train.checkpoint_steps == 0:
+            return True
+        if not train.checkpoint_minutes:
+            return False
+        late = time.monotonic() - self.saved_at >= 60 * train.checkpoint_minutes
+        due = torch.tensor([late], dtype=torch.int32, device=self.device)
+        if train.workers > 1:
+            dist.broadcast(due, src=0)
+        return bool(due.item())
+
+    def _trained(self) -> dict[str, Tensor]:
+        """Everything that is averaged: the encoder's weights on rank 0, this rank's label rows on each."""
+        weights = self.engine.weights()
+        rows = {f"rows/{name}": value for name, value in self.learner.head.trained_tensors().items()}
+        return rows | ({f"weight/{name}": value for name, value in weights.items()} if self.rank == 0 else {})
+
+    def _save(self) -> None:
+        engine = self.engine.state()
+
+        def write(directory: Path) -> list[Path]:
+            own = self._random_state() | self.learner.state() | self.average.state_dict()
+            files = [checkpoints.write_tensors(directory / f"rank-{self.rank:05d}.safetensors", own)]
+            files += write_blocks(self.learner.head.export_blocks(with_optimiser=True), directory)
+            if self.rank == 0:
+                shared = self.learner.head.shared_state()
+                files.append(checkpoints.write_tensors(directory / "engine.safetensors", engine))
+                files.append(checkpoints.write_tensors(directory / "head.safetensors", shared))
+            return files
+
+        notes = {"step": self.step, "workers": self.job.train.workers}
+        checkpoints.save(self.job.out / "checkpoints", self.step, write, notes)
+        self.saved_at = time.monotonic()
+
+    def _random_state(self) -> dict[str, Tensor]:
+        state = {"rng": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["rng_cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def _restore(self, checkpoint: Checkpoint, weights: Mapping[str, Tensor]) -> None:
+        if checkpoint.notes["workers"] != self.job.train.workers:
+            raise InputError(
+                f"{checkpoint.path} was written by {checkpoint.notes['workers']} workers, this run has "
+                f"{self.job.train.workers}; give the same number"
+            )
+        self.engine.load_state(weights)
+        self.learner.head.load_rows(BlockReader(checkpoint.path), with_optimiser=True)
+        self.learner.head.load_shared_state(checkpoint.load("head"))
+        own = checkpoint.load(f"rank-{self.rank:05d}")
+        torch.set_rng_state(own["rng"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(own["rng_cuda"], self.device)
+        self.learner.load_state(own)
+        self.average.load_state_dict(own)
+        self.step = checkpoint.notes["step"]
+
+    def _export(self) -> None:
+        """Write the model's parts: averaged weights where there are any."""
+        trained = self._trained()
+        with self.average.applied(trained):
+            prefix = "weight/"
+            weights = {key.removeprefix(prefix): v for key, v in trained.items() if key.startswith(prefix)}
+            self.job.export(self.learner, weights, self.job.out)
+        if self.job.train.workers > 1:
+            dist.barrier()
+
+
+class _StepLog:
+    """metrics.jsonl: a row a step; rows after the checkpoint that a run resumes from are dropped."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        kept = [row for row in _Tail(path).rows() if row["step"] <= step]
+        atomic_write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115  open as long as the rank lives
+
+    def add(self, step: int, **values: float) -> None:
+        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------ in the driver
+
+
+class _Tail:
+    """New whole rows of a JSON-lines file that grows, may not be there yet, or is replaced by a restarted group."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._read = path, -1, 0
+
+    def rows(self) -> list[dict[str, float]]:
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._read = inode, 0
+            file.seek(self._read)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._read += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+@contextmanager
+def _following(job: Job, on_steps: Callable[[list[dict[str, float]]], None]) -> Iterator[None]:
+    """Show the progress of a training group and hand on its steps, until the block ends."""
+    stop = threading.Event()
+    total = num_steps(job.num_documents, job.train) * job.train.epochs
+
+    def follow() -> None:
+        tail = _Tail(job.out / STEPS_FILE)
+        with Progress("training", total, "steps") as progress:
+            progress.start_at(max((int(row["step"]) for row in tail.rows()), default=0))
+            while True:
+                last = stop.wait(0.5)
+                rows = tail.rows()
+                if rows:
+                    progress.update(int(rows[-1]["step"]) - progress.done, f"loss {rows[-1]['loss']:.4f}")
+                    on_steps(rows)
+                if last:
+                    return
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
