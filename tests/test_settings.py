@@ -59,12 +59,17 @@ def test_values_arrive_with_their_types():
         (["path=x", "train=3"], "group of settings"),
         (["seed=1"], "path must be given"),
         (["path"], "not a setting"),
-        (["path=x", "train.rate=[1"], "not YAML"),
+        (["path=x", "train.rate=[1"], "takes a number"),
     ],
 )
 def test_mistakes_are_named(words: list[str], message: str):
     with pytest.raises(InputError, match=message.replace("[", r"\[")):
         from_overrides(Outer, words)
+
+
+@pytest.mark.parametrize(("text", "value"), [(",", ","), ("|", "|"), (" ", " "), ("null", None), ("'x'", "x")])
+def test_separators_survive(text: str, value: str | None):
+    assert from_overrides(Inner, [f"note={text}"]).note == value
 
 
 def test_yaml_round_trip():
