@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,11 +66,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     return path
 
 
-def newest(root: Path) -> Checkpoint | None:
-    """The newest whole checkpoint below `root`; a broken one is named and passed over. Ranks agree on it."""
+def newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint below `root`; `say` hears of each broken one passed over. Ranks agree on it."""
     choice: list[str | None] = [None]
     if _rank() == 0:
-        choice[0] = next((path.name for path in _candidates(root) if _is_whole(path)), None)
+        choice[0] = next((path.name for path in _candidates(root) if _is_whole(path, say)), None)
     if dist.is_initialized():
         dist.broadcast_object_list(choice, src=0)
     if choice[0] is None:
@@ -89,18 +88,14 @@ def _candidates(root: Path) -> list[Path]:
     return sorted((path.parent for path in root.glob(f"step-*/{RECORD}")), reverse=True)
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(path: Path, say: Callable[[str], None]) -> bool:
     try:
         expected = json.loads((path / RECORD).read_text())["sha256"]
         wrong = [name for name, checksum in expected.items() if _checksum(path / name) != checksum]
     except (OSError, ValueError, KeyError) as error:
         wrong = [str(error)]
     if wrong:
-        print(
-            f"checkpoint {path} is damaged ({wrong[0]}); the one before it is used",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"checkpoint {path} is damaged ({wrong[0]}); the one before it is used")
     return not wrong
 
 

@@ -7,14 +7,15 @@ again alone: what it has finished is on disk, so it goes on from there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from raycluster.follow import Tail
 from xmc.errors import InputError
 
 
-@ray.remote(num_cpus=0.1, max_restarts=0)
 class _Worker:
     """One job's driver: its training group asks for its resources itself."""
 
@@ -30,19 +31,29 @@ def room(cpus_per_job: float) -> int:
 def run_all(
     jobs: Sequence[Callable[[], Any]],
     at_once: int,
+    messages: Path,
     attempts: int = 2,
-    say: Callable[[str], None] = print,
 ) -> list[Any]:
-    """The results of all jobs, in their order. Each may be tried `attempts` times; InputErrors are not tried again."""
+    """The results of all jobs, in their order. Each may be tried `attempts` times; InputErrors are not tried again.
+
+    What the jobs append to the file `messages` (see follow) is printed as it comes.
+    """
+    heard = Tail(messages)
+    heard.lines()  # of an earlier process
     results: list[Any] = [None] * len(jobs)
     waiting = [(number, 1) for number in range(len(jobs))]
     running: dict[Any, tuple[int, int, Any]] = {}
     while waiting or running:
         while waiting and len(running) < at_once:
             number, attempt = waiting.pop(0)
-            worker = _Worker.remote()
+            worker = ray.remote(num_cpus=0.1)(_Worker).remote()
             running[worker.run.remote(jobs[number])] = (number, attempt, worker)
-        (finished,), _ = ray.wait(list(running), num_returns=1)
+        finished_now, _ = ray.wait(list(running), num_returns=1, timeout=1.0)
+        for line in heard.lines():
+            print(line, flush=True)
+        if not finished_now:
+            continue
+        finished = finished_now[0]
         number, attempt, worker = running.pop(finished)
         try:
             results[number] = ray.get(finished)
@@ -52,7 +63,7 @@ def run_all(
                 raise cause from None
             if attempt == attempts:
                 raise
-            say(f"member {number + 1} failed ({type(error).__name__}); it is tried again")
+            print(f"member {number} failed ({type(error).__name__}); it is tried again", flush=True)
             waiting.append((number, attempt + 1))
         finally:
             ray.kill(worker)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import ray
 import ray.data
@@ -15,7 +16,10 @@ _ENVIRONMENT = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
 }
+# What a worker prints stays in Ray's logs; what the user must know of it comes another way (see follow).
+_QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
 def cache_dir() -> Path:
@@ -39,7 +43,7 @@ def connect(
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_dir() / "torch_extensions"))
     if not local:
         try:
-            ray.init(address="auto", logging_level=logging.WARNING)
+            ray.init(address="auto", **_QUIET)
             return
         except ConnectionError:
             if os.environ.get("RAY_ADDRESS"):
@@ -48,13 +52,13 @@ def connect(
         address="local",
         num_cpus=num_cpus,
         object_store_memory=object_store_bytes,
-        logging_level=logging.WARNING,
+        **_QUIET,
     )
 
 
 def _configure_data() -> None:
     """Rows keep their order, whatever task ends first; commands show their own progress in place of Ray Data's."""
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any
 from xmc.files import atomic_write_text
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table of its store
 RUN_FILE = "mlflow.json"
 # The store takes at most this many at once, and values no longer than this.
 _PARAMS_AT_ONCE, _METRICS_AT_ONCE, _LONGEST_VALUE = 100, 1000, 500
@@ -75,17 +79,23 @@ class Tracker:
     def model(self, directory: Path) -> None:
         """Log a model directory as a pyfunc. Its code is this package's, so loading it unpickles nothing."""
         import mlflow
+        from mlflow.models import ModelSignature
+        from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
 
         import xmc.mlflow_model
 
+        texts = Schema([ColSpec("string", "text")])
+        signature = ModelSignature(inputs=texts, params=ParamSchema([ParamSpec("k", "long", 10)]))
         previous = mlflow.get_tracking_uri()
         mlflow.set_tracking_uri(self.uri)
         try:
-            with mlflow.start_run(run_id=self.run_id):
+            with mlflow.start_run(run_id=self.run_id), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of type hints, which the signature makes needless
                 mlflow.pyfunc.log_model(
                     name="model",
                     python_model=xmc.mlflow_model.__file__,
                     artifacts={"model": str(directory)},
+                    signature=signature,
                     pip_requirements=[f"xmc=={importlib.metadata.version('xmc')}"],
                 )
         finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import threading
 import time
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 
 from raycluster import checkpoints
 from raycluster.checkpoints import Checkpoint
+from raycluster.follow import Tail, append_line
 from raycluster.ingest import Batch, RankRows, SplitByRank, rank_table
 from xmc.errors import InputError
 from xmc.files import atomic_write_text
@@ -42,6 +42,7 @@ from xmc.nn.sharding import Ragged
 from xmc.progress import Progress
 
 STEPS_FILE = "metrics.jsonl"
+MESSAGES_FILE = "messages.txt"
 FAILURE_FILE = "failure.txt"
 
 
@@ -230,13 +231,19 @@ class _Loop:
         self.rows = RankRows(
             rank_table("train"), self._per_rank, self.steps_an_epoch, job.seed, job.pad_id, job.padding_side
         )
-        checkpoint = checkpoints.newest(job.out / "checkpoints")
+        checkpoint = checkpoints.newest(job.out / "checkpoints", self._say)
         weights = checkpoint.load("engine") if checkpoint else None
         self.learner = job.build(job.settings, self.device)
         if weights is not None:
             load_weights(self.learner.module, weights)
         self.engine = Engine(
-            self.learner.module, self._groups(), job.engine, self.device, self._per_rank, job.train.accumulate
+            self.learner.module,
+            self._groups(),
+            job.engine,
+            self.device,
+            self._per_rank,
+            job.train.accumulate,
+            say=self._say,
         )
         self.average = WeightAverage()
         self.step = 0
@@ -244,6 +251,10 @@ class _Loop:
             self._restore(checkpoint, weights)
         self.log = _StepLog(job.out / STEPS_FILE, self.step) if self.rank == 0 else None
         self.saved_at = time.monotonic()
+
+    def _say(self, line: str) -> None:
+        if self.rank == 0:
+            append_line(self.job.out / MESSAGES_FILE, line)
 
     @property
     def _per_rank(self) -> int:
@@ -389,8 +400,8 @@ class _StepLog:
     """metrics.jsonl: a row a step; rows after the checkpoint that a run resumes from are dropped."""
 
     def __init__(self, path: Path, step: int) -> None:
-        kept = [row for row in _Tail(path).rows() if row["step"] <= step]
-        atomic_write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        kept = [line for line in Tail(path).lines() if json.loads(line)["step"] <= step]
+        atomic_write_text(path, "".join(line + "\n" for line in kept))
         self._file = open(path, "a", buffering=1)  # noqa: SIM115  open as long as the rank lives
 
     def add(self, step: int, **values: float) -> None:
@@ -400,25 +411,6 @@ class _StepLog:
 # ------------------------------------------------------------------------------------------------ in the driver
 
 
-class _Tail:
-    """New whole rows of a JSON-lines file that grows, may not be there yet, or is replaced by a restarted group."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._inode, self._read = path, -1, 0
-
-    def rows(self) -> list[dict[str, float]]:
-        if not self._path.exists():
-            return []
-        with open(self._path, "rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if inode != self._inode:
-                self._inode, self._read = inode, 0
-            file.seek(self._read)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._read += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()]
-
-
 @contextmanager
 def _following(job: Job, on_steps: Callable[[list[dict[str, float]]], None]) -> Iterator[None]:
     """Show the progress of a training group and hand on its steps, until the block ends."""
@@ -426,14 +418,17 @@ def _following(job: Job, on_steps: Callable[[list[dict[str, float]]], None]) -> 
     total = num_steps(job.num_documents, job.train) * job.train.epochs
 
     def follow() -> None:
-        tail = _Tail(job.out / STEPS_FILE)
+        steps, messages = Tail(job.out / STEPS_FILE), Tail(job.out / MESSAGES_FILE)
+        messages.lines()  # of an earlier process
         with Progress("training", total, "steps") as progress:
-            progress.start_at(max((int(row["step"]) for row in tail.rows()), default=0))
+            progress.start_at(max((json.loads(line)["step"] for line in steps.lines()), default=0))
             while True:
                 last = stop.wait(0.5)
-                rows = tail.rows()
+                for line in messages.lines():
+                    print(line, flush=True)
+                rows = [json.loads(line) for line in steps.lines()]
                 if rows:
-                    progress.update(int(rows[-1]["step"]) - progress.done, f"loss {rows[-1]['loss']:.4f}")
+                    progress.update(rows[-1]["step"] - progress.done, f"loss {rows[-1]['loss']:.4f}")
                     on_steps(rows)
                 if last:
                     return

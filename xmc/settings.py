@@ -37,10 +37,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise InputError(f"command line: {word!r} is not a setting; write key=value, e.g. seed=1")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise InputError(f"command line: the value of {key} is not YAML: {text!r}") from error
+        value = _read_value(text)
         *parents, last = key.split(".")
         node = tree
         for parent in parents:
@@ -50,6 +47,16 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             node = child
         node[last] = value
     return tree
+
+
+def _read_value(text: str) -> Any:
+    """A word's value as YAML; as text what YAML cannot read or reads as nothing (a separator such as |, a blank)."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    nothing = value in (None, "") and text not in ("", "null", "~", "''", '""')
+    return text if nothing else value
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +92,7 @@ def _plain(value: Any) -> Any:
         return to_mapping(value)
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
-    return value
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _build(cls: type[T], values: Any, prefix: str, where: str, root: type) -> T:
@@ -123,6 +130,10 @@ def _convert(hint: Any, value: Any, key: str, where: str, root: type) -> Any:
             choices = ", ".join(map(str, typing.get_args(hint)))
             raise InputError(f"{where}: {key} is {value!r}; it is one of: {choices}")
         return value
+    if hint is dict:
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where}: {key} is {value!r}; it is a group of settings")
+        return dict(value)
     if origin is tuple:
         item = typing.get_args(hint)[0]
         if not isinstance(value, (list, tuple)):

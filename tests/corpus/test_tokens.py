@@ -97,7 +97,7 @@ def test_special_tokens_survive_truncation(bert_like: Path, xlnet_like: Path) ->
 def test_odd_documents(kind: str, request: pytest.FixtureRequest) -> None:
     encoder = SubwordEncoder.from_config(TokensConfig(str(request.getfixturevalue(kind)), 16))
     start = time.perf_counter()
-    rows = _ids(encoder.encode_texts(["", "a", " ", "\0", "a" * 1_000_000, "ab " * 333_333]))
+    rows = _ids(encoder.encode_texts(["", "a", " ", "\0", "\ud800", "a" * 1_000_000, "ab " * 333_333]))
     assert time.perf_counter() - start < 1.0
     assert all(1 <= len(row) <= 16 for row in rows)
     assert len(rows[-1]) == 16

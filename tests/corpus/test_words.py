@@ -51,7 +51,7 @@ def test_splits_nothing() -> None:
     assert _spelled(split_words(["", "!"], r"\w+", True)) == [[], []]
 
 
-def _shards(texts: list[str | None], directory: Path, num_shards: int) -> list[Path]:
+def _shards(texts: list[str], directory: Path, num_shards: int) -> list[Path]:
     paths = []
     for i, rows in enumerate(np.array_split(np.arange(len(texts)), num_shards)):
         paths.append(directory / f"part-{i:05d}.parquet")

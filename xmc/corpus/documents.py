@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,36 +19,26 @@ from xmc.errors import InputError
 
 
 def read_documents(path: Path, config: CorpusConfig) -> ray.data.Dataset:
-    """A dataset of id and text. The first row that cannot be read stops it, named by file and line."""
+    """A dataset of id, text and problem: null, or what is wrong with the row, with its file and line."""
     config = replace(config, unlabelled="keep")
     path = path.resolve()  # Ray's workers have a working directory of their own
     source = find_reader(path).open_source(path, config)
     with ordered_data(config.block_bytes):
         rows = ray.data.read_datasource(Chunks(source.chunks, config))
-        return rows.map_batches(
-            partial(_id_and_text, files=[str(file) for file in source.files]),
-            batch_size=None,
-            batch_format="pyarrow",
-        )
+        files = [str(file) for file in source.files]
+        return rows.map_batches(partial(_id_and_text, files=files), batch_size=None, batch_format="pyarrow")
 
 
 def _id_and_text(rows: pa.Table, files: list[str]) -> pa.Table:
-    wrong = pc.is_valid(rows["problem"])
-    if pc.any(wrong).as_py():
-        first = rows.filter(wrong).slice(0, 1).to_pylist()[0]
-        file, line = first["row"] >> LINE_BITS, first["row"] & ((1 << LINE_BITS) - 1)
-        raise InputError(f"{files[file]}:{line}: {first['problem']}; mend the row, or leave it out")
-    return rows.select(["id", "text"])
+    problems = [
+        reason and f"{files[row >> LINE_BITS]}:{row & ((1 << LINE_BITS) - 1)}: {reason}"
+        for row, reason in zip(rows["row"].to_pylist(), rows["problem"].to_pylist(), strict=True)
+    ]
+    text = pc.fill_null(rows["text"], "")
+    return pa.table({"id": rows["id"], "text": text, "problem": pa.array(problems, pa.string())})
 
 
-def raise_input_errors(rows: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Iterate over a dataset's tables; an InputError of a task is raised as itself, not in Ray's wrapping."""
-    try:
-        yield from rows
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, InputError):
-            cause = getattr(cause, "cause", None) or cause.__cause__
-        if cause is not None:
-            raise cause from None
-        raise
+def raise_first_problem(rows: pa.Table) -> None:
+    """Stop at the first row that could not be read."""
+    for problem in rows["problem"].drop_null().to_pylist()[:1]:
+        raise InputError(f"{problem}; mend the row, or leave it out")

@@ -320,7 +320,10 @@ class SubwordEncoder:
         Only as much of a long text is tokenised as fills the sequence, cut between words where there are any. A text
         without tokens is its special tokens, or one unknown token where the tokenizer has none.
         """
-        texts = texts if isinstance(texts, pa.Array | pa.ChunkedArray) else pa.array(texts, pa.large_string())
+        if not isinstance(texts, pa.Array | pa.ChunkedArray):
+            # JSON can smuggle half a surrogate pair into a string; no tokenizer takes it.
+            clean = [text.encode("utf-8", "replace") for text in texts]
+            texts = pa.array(clean, pa.large_binary()).cast(pa.large_string())
         rows: list[list[int]] = [[]] * len(texts)
         lengths = pc.utf8_length(texts).to_numpy(zero_copy_only=False)
         todo, budget = np.arange(len(texts)), max(self.config.max_tokens * _CHARS_PER_TOKEN, _MIN_CHARS)

@@ -27,6 +27,7 @@ class Fields:
     id: str
     group: str
     separator: str | None
+    needs_labels: bool = True
 
     @classmethod
     def of(cls, config: CorpusConfig) -> Fields:
@@ -36,6 +37,7 @@ class Fields:
             config.id_field,
             config.group_field,
             config.label_separator,
+            config.unlabelled != "keep",
         )
 
     @property
@@ -49,7 +51,7 @@ class Fields:
             raise InputError(
                 f"{path}: no field {' or '.join(map(repr, self.text))} (fields: {there}); set text_field"
             )
-        if self.labels not in found:
+        if self.needs_labels and self.labels not in found:
             raise InputError(f"{path}: no field {self.labels!r} (fields: {there}); set labels_field")
 
     def check_separator(self, path: Path, labels_are_strings: bool) -> None:

@@ -1,0 +1,83 @@
+"""Trains a preset on real data with the command a user would type, and keeps its metrics, time and memory.
+
+    python -m benchmarks.quality PRESET [key=value …]
+
+Nothing is selected on test: the preset's settings are fixed before, and test is measured once, at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.record import ROOT, record
+from xmc import config
+from xmc.settings import flatten, to_mapping
+
+
+def watch_memory(process: subprocess.Popen, peaks: dict[str, float], stop: threading.Event) -> None:
+    """The largest resident memory, in GB, of a training rank and of the driver, looked at once a second."""
+    while not stop.wait(1.0):
+        try:
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return
+        for member in family:
+            try:
+                title, size = " ".join(member.cmdline()), member.memory_info().rss / 1e9
+            except psutil.Error:
+                continue
+            kind = "rank" if "RayTrainWorker" in title else "driver" if member.pid == process.pid else ""
+            if kind:
+                peaks[kind] = max(peaks.get(kind, 0.0), size)
+
+
+def main() -> None:
+    preset, *overrides = sys.argv[1:]
+    directory = ROOT / "runs" / "quality" / preset
+    settings = config.load(preset, [*overrides, f"run.dir={directory}"])
+    command = [sys.executable, "-m", "xmc.train", preset, *overrides, f"run.dir={directory}"]
+    peaks: dict[str, float] = {}
+    started, stop = time.monotonic(), threading.Event()
+    process = subprocess.Popen(command, cwd=ROOT)
+    watcher = threading.Thread(target=watch_memory, args=(process, peaks, stop))
+    watcher.start()
+    code = process.wait()
+    stop.set()
+    watcher.join()
+    if code:
+        raise SystemExit(code)
+    seconds = time.monotonic() - started
+    (found,) = directory.glob("stages/evaluate-*/metrics.json")
+    values = json.loads(found.read_text())["values"]
+    stages = {
+        path.parent.name.rsplit("-", 1)[0]: json.loads(path.read_text())["seconds"]
+        for path in directory.glob("stages/*/stage.json")
+    }
+    shown = {key: round(value, 2) for key, value in values.items() if value is not None and "." not in key}
+    kept = {
+        key: value
+        for key, value in flatten(to_mapping(settings)).items()
+        if not key.startswith(("run.", "tracking."))
+    }
+    kept["corpus.path"] = Path(settings.corpus.path).name
+    record(
+        f"quality_{preset.replace('.', '_')}",
+        {"preset": preset, "overrides": [o for o in overrides if not o.startswith("corpus.path")], **kept},
+        {
+            "metrics": shown,
+            "seconds": round(seconds, 1),
+            "stage_seconds": stages,
+            "peak_gb": {k: round(v, 2) for k, v in peaks.items()},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
