@@ -8,7 +8,7 @@ export TORCH_EXTENSIONS_DIR ?= $(XMC_CACHE)/torch_extensions
 # Ray must not upload or re-resolve the environment of `make`; DeepSpeed needs no compiled extras at install.
 export DS_BUILD_OPS := 0
 
-.PHONY: help train test test-fast lint peers readme clean
+.PHONY: help train test test-fast lint extension peers readme clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -27,10 +27,13 @@ lint: $(VENV)/.installed  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy xmc raycluster tune_spaces
 
-test: lint  ## everything that CI runs
+test: lint extension  ## everything that CI runs
 	$(BIN)/python -m pytest
 
-test-fast: $(VENV)/.installed  ## the tests that take no longer than a coffee
+extension: $(VENV)/.installed
+	@$(BIN)/python -c "from xmc.nn.engine import prepare_extension; prepare_extension(print)"
+
+test-fast: extension  ## the tests that take no longer than a coffee
 	$(BIN)/python -m pytest -m "not slow"
 
 .venv-peers/.installed:

@@ -9,6 +9,7 @@ Compilation is left out: the kernels run once on little data.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -34,9 +35,8 @@ LIMIT_GB = 12
 
 
 @njit(cache=True)
-def draw_labels(counts, order, zipf, seed):
+def draw_labels(counts, order, zipf, rng):
     """Label ids, document after document: each label at least once, half of the rest from the document's topic."""
-    np.random.seed(seed)
     labels = np.empty(counts.sum(), np.int32)
     every = labels.size // order.size
     slot = used = topic = 0
@@ -45,10 +45,10 @@ def draw_labels(counts, order, zipf, seed):
             if slot % every == 0 and used < order.size:
                 labels[slot] = order[used]
                 used += 1
-            elif place > 0 and np.random.random() < 0.5:
-                labels[slot] = min(topic * TOPIC_SIZE + np.random.randint(TOPIC_SIZE), order.size - 1)
+            elif place > 0 and rng.random() < 0.5:
+                labels[slot] = min(topic * TOPIC_SIZE + rng.integers(0, TOPIC_SIZE), order.size - 1)
             else:
-                labels[slot] = np.searchsorted(zipf, np.random.random())
+                labels[slot] = np.searchsorted(zipf, rng.random())
             if place == 0:
                 topic = labels[slot] // TOPIC_SIZE
             slot += 1
@@ -56,16 +56,15 @@ def draw_labels(counts, order, zipf, seed):
 
 
 @njit(cache=True)
-def draw_words(starts, labels, lengths, zipf, seed):
+def draw_words(starts, labels, lengths, zipf, rng):
     """Words, document after document: two in five are anyone's, two a topic's, one a label's."""
-    np.random.seed(seed)
     words = np.empty(lengths.sum(), np.int32)
     slot = 0
     for document in range(lengths.size):
         for _ in range(lengths[document]):
-            label = np.int64(labels[np.random.randint(starts[document], starts[document + 1])])
-            rank = np.searchsorted(zipf, np.random.random())
-            kind = np.random.randint(5)
+            label = np.int64(labels[rng.integers(starts[document], starts[document + 1])])
+            rank = np.searchsorted(zipf, rng.random())
+            kind = rng.integers(0, 5)
             if kind == 0:
                 rank = (label * 7919 + rank % 10 * 104729) % zipf.size
             elif kind < 3:
@@ -86,9 +85,9 @@ def generate(num_labels: int, seed: int = 0) -> tuple[sp.csr_matrix, sp.csr_matr
     num_documents = round(num_labels * DOCUMENTS_PER_LABEL)
     counts = 1 + rng.poisson(LABELS_PER_DOCUMENT - 1, num_documents)
     starts = np.concatenate([[0], np.cumsum(counts)])
-    labels = draw_labels(counts, rng.permutation(num_labels), cumulative_zipf(num_labels, 0.8), seed)
+    labels = draw_labels(counts, rng.permutation(num_labels), cumulative_zipf(num_labels, 0.8), rng)
     lengths = rng.poisson(WORDS_PER_DOCUMENT * 1.1, num_documents)  # a tenth are repetitions
-    words = draw_words(starts, labels, lengths, cumulative_zipf(COLUMNS, 1.0), seed)
+    words = draw_words(starts, labels, lengths, cumulative_zipf(COLUMNS, 1.0), rng)
     y = sp.csr_matrix((np.ones(labels.size, np.float32), labels, starts), (num_documents, num_labels))
     y.sum_duplicates()
     y.data[:] = 1
@@ -145,7 +144,7 @@ def main() -> None:
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         sizes.append(json.loads(done.stdout.splitlines()[-1]))
         print(f"{size:>8,} labels: {sizes[-1]['seconds']:.1f} s, {sizes[-1]['peak_gb']:.2f} GB", flush=True)
-    pairs = list(zip(sizes, sizes[1:], strict=False))
+    pairs = list(itertools.pairwise(sizes))
     record(
         "label_space_growth",
         {"columns": COLUMNS, "max_leaf_size": 8, "branching": 8, "height": 3, "limit_gb": LIMIT_GB},

@@ -54,6 +54,11 @@ def train(config: Any) -> Path:
 
 
 def _check_writable(directory: Path) -> None:
+    if "working_dir_files" in Path.cwd().parts and not directory.is_absolute():
+        raise InputError(
+            f"run.dir {directory}: inside a Ray job this is a copy of the working directory that goes away with it; "
+            "give an absolute path that every node sees"
+        )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         atomic_write_text(directory / ".writable", "")

@@ -1,0 +1,90 @@
+"""`ray job submit` as the README types it, against a cluster that `ray start --head` made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+BIN = Path(sys.executable).parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment() -> dict[str, str]:
+    """As after `source .venv/bin/activate` and `export RAY_AUTH_MODE=token`."""
+    kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    return kept | {"PATH": f"{BIN}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token"}
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> Iterator[str]:
+    """A head node of its own; its dashboard's address."""
+    port, temporary = free_port(), Path("/tmp") / f"xmc-{os.getpid()}"
+    subprocess.run(
+        [BIN / "ray", "get-auth-token", "--generate"],
+        check=True,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+    )
+    command = [BIN / "ray", "start", "--head", "--block", f"--port={free_port()}", f"--dashboard-port={port}"]
+    command += ["--num-cpus=2", "--object-store-memory=300000000", f"--temp-dir={temporary}"]
+    head = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert head.poll() is None
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        head.wait(60)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def submit(dashboard: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [BIN / "ray", "job", "submit", "--address", dashboard, "--working-dir", ".", "--", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_a_job_trains_and_its_exit_code_tells_the_truth(dashboard: str, tmp_path: Path):
+    small = "encoder.name=random:bert encoder.layers_pooled=2 encoder.max_tokens=16 train.epochs=1 train.batch_size=128"
+    done = submit(
+        dashboard, "python", "-m", "xmc.train", "light_xml", *small.split(), f"run.dir={tmp_path / 'run'}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "train: done" in done.stdout
+    assert (tmp_path / "run" / "model" / "config.yaml").exists()
+    wrong = submit(
+        dashboard, "python", "-m", "xmc.train", "light_xml", "train.wokers=2", f"run.dir={tmp_path}"
+    )
+    assert wrong.returncode != 0
+    assert "did you mean train.workers" in wrong.stdout + wrong.stderr
+    lost = submit(dashboard, "python", "-m", "xmc.train", "light_xml", "run.dir=runs/x")
+    assert lost.returncode != 0
+    assert "absolute path" in lost.stdout + lost.stderr
+
+
+@pytest.mark.slow
+def test_environments_and_runs_are_not_uploaded(dashboard: str):
+    done = submit(dashboard, "python", "-c", "import os; print('FOUND', sorted(os.listdir('.')))")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    assert "'xmc'" in line
+    assert not any(name in line for name in ("'.venv'", "'.venv-peers'", "'runs'", "'.cache'"))

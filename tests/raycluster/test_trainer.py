@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from raycluster.trainer import TrainConfig, num_steps, rate_factor
+from xmc.errors import InputError
+
+
+def test_rates_rise_in_the_warm_up_and_fall_to_the_end():
+    config = TrainConfig(schedule="linear", warmup=0.1)
+    factors = [rate_factor(step, 100, config) for step in range(100)]
+    assert factors[:10] == sorted(factors[:10])
+    assert factors[10] == pytest.approx(1.0)
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert 0 < factors[-1] < 0.02
+    assert {rate_factor(step, 100, TrainConfig()) for step in range(100)} == {1.0}
+
+
+def test_steps_of_an_epoch_fit_every_rank():
+    assert num_steps(103, TrainConfig(batch_size=10)) == 11
+    assert num_steps(103, TrainConfig(batch_size=10, workers=2)) == 11
+    assert num_steps(5, TrainConfig(batch_size=4, workers=4)) == 1
+    with pytest.raises(InputError, match="too few"):
+        num_steps(3, TrainConfig(batch_size=4, workers=4))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"workers": 0}, "workers"),
+        ({"batch_size": 1, "workers": 2}, "at least one document"),
+        ({"warmup": 1.0}, "warmup"),
+        ({"average_from": 4, "epochs": 3}, "nothing to average"),
+        ({"label_rate": -1.0}, "label_rate"),
+    ],
+)
+def test_impossible_settings(values: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        TrainConfig(**values)
