@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 import scipy.sparse as sp
-from pecos.xmc import Indexer
+from pecos.xmc import Indexer  # type: ignore[import-not-found]
 
 
 def main() -> None:

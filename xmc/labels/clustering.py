@@ -235,7 +235,7 @@ def _copy_parallel(
 # A level with fewer nodes than this for each thread is taken node by node with all threads inside the node.
 _NODES_PER_THREAD = 2
 # Columns are numbered anew when the nodes' widths add up to more than this part of the entries.
-_SHRINK_FROM = 0.05
+_SHRINK_FROM = 0.4
 
 
 def _split_level(
@@ -277,17 +277,31 @@ def _split_wide(
 ) -> int:
     """Halve one node with all threads, by the same steps as `_split_narrow`. Returns its new width."""
     first, middle, last = (int(bound[node]) for bound in splits)
-    chunks, ranges = _cut(rows, state, first, last, width)
     if shrink:
+        chunks, ranges = _cut(rows, state, first, last, width)
         counts = np.zeros(width, np.int32)
         _count_parallel(rows, state.order, first, last, ranges, counts)
         width = _renumber(counts, width)
         _shrink_parallel(rows, state.order, chunks, counts)
-        chunks, ranges = _cut(rows, state, first, last, width)
-    left, right, difference = np.zeros((3, width), np.float32)
-    _choose_two(state, first, last, key)
-    _sum_parallel(rows, state, first, last, ranges, left, right)
-    np.subtract(right, left, out=difference)
+    sums = np.zeros((3, width), np.float32)
+    sampled = _take_sample(state, first, last)
+    _choose_two(state, first, sampled, key)
+    _sum(rows, state, first, sampled, 0, width, sums[0], sums[1])
+    np.subtract(sums[1], sums[0], out=sums[2])
+    if sampled < last:
+        _two_means_wide(rows, state, first, _in_sample(first, middle, last, sampled), sampled, sums, config)
+        _put_sample_back(state, first, sampled)
+    _two_means_wide(rows, state, first, middle, last, sums, config)
+    _put_in_order(state, first, last)
+    return width
+
+
+def _two_means_wide(
+    rows: _Rows, state: _State, first: int, middle: int, last: int, sums: np.ndarray, config: ClusterConfig
+) -> None:
+    """`_two_means` with all threads."""
+    left, right, difference = sums
+    chunks, ranges = _cut(rows, state, first, last, len(difference))
     _project_parallel(rows, state, chunks, difference)
     _start_halves(state, first, middle, last)
     left[:] = right[:] = 0
@@ -300,8 +314,6 @@ def _split_wide(
         if moved == 0 or reached - before < config.tolerance:
             break
         before = reached
-    _put_in_order(state, first, last)
-    return width
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -333,26 +345,68 @@ def _split_narrow(
                 _count(rows, state.order, first, last, 0, width, counts)
                 widths[node] = width = _renumber(counts, width)
                 _shrink(rows, state.order, first, last, counts)
-            left, right, difference = space[0, :width], space[1, :width], space[2, :width]
-            left[:] = 0
-            right[:] = 0
-            _choose_two(state, first, last, keys[turn])
-            _sum(rows, state, first, last, 0, width, left, right)
-            difference[:] = right - left
-            _project(rows, state, first, last, difference)
-            _start_halves(state, first, middle, last)
-            left[:] = 0
-            right[:] = 0
-            before = -1.0
-            for _ in range(max_iter):
-                _sum(rows, state, first, last, 0, width, left, right)
-                reached, left_scale, right_scale = _compare(rows, state, first, last, left, right, difference)
-                _project(rows, state, first, last, difference)
-                moved = _reassign(rows, state, first, middle, last, left_scale, right_scale)
-                if moved == 0 or reached - before < tolerance:
-                    break
-                before = reached
+            sums = space[:, :width]
+            sums[:] = 0
+            sampled = _take_sample(state, first, last)
+            _choose_two(state, first, sampled, keys[turn])
+            _sum(rows, state, first, sampled, 0, width, sums[0], sums[1])
+            sums[2] = sums[1] - sums[0]
+            if sampled < last:
+                in_sample = _in_sample(first, middle, last, sampled)
+                _two_means(rows, state, first, in_sample, sampled, sums, max_iter, tolerance)
+                _put_sample_back(state, first, sampled)
+            _two_means(rows, state, first, middle, last, sums, max_iter, tolerance)
             _put_in_order(state, first, last)
+
+
+@njit(cache=True, nogil=True)
+def _two_means(
+    rows: Any, state: Any, first: Any, middle: Any, last: Any, sums: Any, max_iter: Any, tolerance: Any
+) -> None:
+    """Balanced 2-means of a range of labels, from the difference of two centroids in sums[2], and to one."""
+    left, right, difference = sums[0], sums[1], sums[2]
+    _project(rows, state, first, last, difference)
+    _start_halves(state, first, middle, last)
+    left[:] = 0
+    right[:] = 0
+    before = -1.0
+    for _ in range(max_iter):
+        _sum(rows, state, first, last, 0, difference.size, left, right)
+        reached, left_scale, right_scale = _compare(rows, state, first, last, left, right, difference)
+        _project(rows, state, first, last, difference)
+        moved = _reassign(rows, state, first, middle, last, left_scale, right_scale)
+        if moved == 0 or reached - before < tolerance:
+            break
+        before = reached
+
+
+# A node of at least twice as many labels is halved on about so many of them first: most passes are then short.
+_SAMPLE = 8192
+
+
+@njit(cache=True, nogil=True)
+def _take_sample(state: Any, first: Any, last: Any) -> Any:
+    """Put every so-manieth label of a large node at its front; returns where the sample ends."""
+    step = (last - first) // _SAMPLE
+    if step < 2:
+        return last
+    state.buffer[first:last] = state.order[first:last]
+    size = 0
+    for position in range(first, last, step):
+        state.order[first + size] = state.buffer[position]
+        size += 1
+    return first + size
+
+
+@njit(cache=True, nogil=True)
+def _put_sample_back(state: Any, first: Any, sampled: Any) -> None:
+    state.order[first:sampled] = state.buffer[first:sampled]
+
+
+@njit(cache=True, nogil=True)
+def _in_sample(first: Any, middle: Any, last: Any, sampled: Any) -> Any:
+    """Where the right half begins in the sample, in proportion."""
+    return first + (middle - first) * (sampled - first) // (last - first)
 
 
 def _cut(rows: _Rows, state: _State, first: int, last: int, width: int) -> tuple[np.ndarray, np.ndarray]:

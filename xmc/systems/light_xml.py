@@ -82,6 +82,8 @@ class Config(CommonConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.clusters.seed != ClusterConfig().seed:
+            raise InputError("clusters.seed follows from seed: set that")
         if self.model.recall_epochs >= self.train.epochs:
             raise InputError(
                 f"model.recall_epochs is {self.model.recall_epochs} of train.epochs={self.train.epochs}: "
