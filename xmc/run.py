@@ -39,8 +39,9 @@ MEMBER_MESSAGES = "members/messages.txt"
 
 def train(config: Any) -> Path:
     """Do or finish the run that `config` describes; return its directory."""
-    directory = Path(config.run.dir)
-    _check_writable(directory)
+    _check_writable(Path(config.run.dir))
+    # Workers have working directories of their own.
+    directory = Path(config.run.dir).expanduser().resolve()
     with locked(directory):
         session.connect()
         tracker = Tracker(directory, config.tracking, directory.name)
@@ -239,9 +240,10 @@ def _finish(config: Any, directory: Path, runner: Runner, tracker: Tracker, eval
     else:
         tracker.results({}, files)
     tracker.model((directory / "model").resolve())
-    print(f"model        {directory / 'model'}")
+    shown = Path(config.run.dir)
+    print(f"model        {shown / 'model'}")
     print(f"MLflow       mlflow ui --backend-store-uri {tracker.uri}")
-    print(f"label texts  python -m xmc.predict {directory} INPUT.jsonl -o OUTPUT.jsonl -k {config.run.top_k}")
+    print(f"label texts  python -m xmc.predict {shown} INPUT.jsonl -o OUTPUT.jsonl -k {config.run.top_k}")
 
 
 def _say(line: str) -> None:
