@@ -4,8 +4,8 @@
 
 The data are generated: Zipf label frequencies with every label used, 5.45 labels and about 75 words a document, of
 which most belong to the labels' topics. Each size runs in a process of its own; its peak memory includes the data.
-Compilation is left out: the kernels run once on little data. Beside the
-seconds that pass stand those of the processor, which other work on the machine disturbs less.
+Compilation is left out: the kernels run once on little data. Beside the seconds that pass stand those of the
+processor, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -145,7 +146,10 @@ def main() -> None:
     for size in SIZES:
         command = [sys.executable, "-m", "benchmarks.label_space_growth", str(size)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        sizes.append(json.loads(done.stdout.splitlines()[-1]))
+        # What else ran: figures taken beside other work say little about growth.
+        sizes.append(
+            json.loads(done.stdout.splitlines()[-1]) | {"load_average": round(os.getloadavg()[0], 1)}
+        )
         print(f"{size:>8,} labels: {sizes[-1]['seconds']:.1f} s, {sizes[-1]['peak_gb']:.2f} GB", flush=True)
     pairs = list(itertools.pairwise(sizes))
     record(

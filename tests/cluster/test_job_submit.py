@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,6 +30,17 @@ def environment() -> dict[str, str]:
     return kept | {"PATH": f"{BIN}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token"}
 
 
+def wait_until_jobs_are_taken(address: str, head: subprocess.Popen) -> None:
+    """The dashboard answers before its agent can start jobs."""
+    command = [BIN / "ray", "job", "submit", "--address", address, "--", "python", "-V"]
+    for _ in range(30):
+        assert head.poll() is None
+        if subprocess.run(command, env=environment(), capture_output=True).returncode == 0:
+            return
+        time.sleep(2)
+    raise AssertionError("the cluster takes no jobs")
+
+
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
     """A head node of its own; its dashboard's address."""
@@ -44,16 +55,12 @@ def dashboard() -> Iterator[str]:
     command += ["--num-cpus=2", "--object-store-memory=300000000", f"--temp-dir={temporary}"]
     head = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert head.poll() is None
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
+        address = f"http://127.0.0.1:{port}"
+        wait_until_jobs_are_taken(address, head)
+        yield address
     finally:
-        os.killpg(head.pid, signal.SIGTERM)
+        for process in [*psutil.Process(head.pid).children(recursive=True), head]:
+            process.kill()
         head.wait(60)
         shutil.rmtree(temporary, ignore_errors=True)
 

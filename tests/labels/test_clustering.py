@@ -140,7 +140,7 @@ def with_threads(threads, features, config):
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="needs two cores")
 @pytest.mark.parametrize("dense", [False, True])
 def test_threads_do_not_change_the_result(dense):
-    features = clustered_rows(1500)
+    features = clustered_rows(1500, num_columns=90)
     features = features.toarray() if dense else features
     config = ClusterConfig(max_leaf_size=6, seed=5)
     np.testing.assert_array_equal(with_threads(1, features, config), with_threads(2, features, config))
@@ -224,3 +224,15 @@ def test_wrong_input_is_refused():
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(InputError, match=next(iter(wrong))):
         ClusterConfig(**wrong)
+
+
+def test_large_nodes_that_start_from_a_sample():
+    features = clustered_rows(9000, num_topics=32, num_columns=60)
+    config = ClusterConfig(num_clusters=36)
+    clusters = cluster_labels(features, config)
+    assert_partition(clusters, 9000)
+    np.testing.assert_array_equal(with_threads(1, features, config), clusters.order)
+    dense = features.toarray()
+    leaves = node_by_node(dense, 9000 // 32 + 1, seed=0)
+    plain = sum(np.linalg.norm(dense[leaf].sum(0)) for leaf in leaves) / 9000
+    assert mean_similarity(features, clusters) > plain - 0.005

@@ -24,7 +24,7 @@ class ClusterConfig:
     max_leaf_size: int = 100
     # Exactly this many clusters instead, whatever their size (any number, not only powers of two).
     num_clusters: int | None = None
-    # Passes over a node's labels at most.
+    # Passes over a node's labels at most; over a large node's sample at most.
     max_iter: int = 20
     # A node is done when a pass raises its mean similarity to the centroids by less.
     tolerance: float = 1e-4
@@ -260,7 +260,7 @@ def _split_level(
     else:
         turns = _share_out(entries[chosen], threads)
         _split_narrow(
-            rows, state, splits, chosen, turns, widths, keys, shrink, config.max_iter, config.tolerance
+            rows, state, splits, chosen, turns, widths, keys, shrink, config.max_iter, float(config.tolerance)
         )
     return np.repeat(widths, np.where(divisible, 2, 1))
 
@@ -288,16 +288,26 @@ def _split_wide(
     _choose_two(state, first, sampled, key)
     _sum(rows, state, first, sampled, 0, width, sums[0], sums[1])
     np.subtract(sums[1], sums[0], out=sums[2])
+    passes = config.max_iter
     if sampled < last:
-        _two_means_wide(rows, state, first, _in_sample(first, middle, last, sampled), sampled, sums, config)
+        in_sample = _in_sample(first, middle, last, sampled)
+        _two_means_wide(rows, state, first, in_sample, sampled, sums, passes, config.tolerance)
         _put_sample_back(state, first, sampled)
-    _two_means_wide(rows, state, first, middle, last, sums, config)
+        passes = min(passes, _PASSES_AFTER_SAMPLE)
+    _two_means_wide(rows, state, first, middle, last, sums, passes, config.tolerance)
     _put_in_order(state, first, last)
     return width
 
 
 def _two_means_wide(
-    rows: _Rows, state: _State, first: int, middle: int, last: int, sums: np.ndarray, config: ClusterConfig
+    rows: _Rows,
+    state: _State,
+    first: int,
+    middle: int,
+    last: int,
+    sums: np.ndarray,
+    max_iter: int,
+    tolerance: float,
 ) -> None:
     """`_two_means` with all threads."""
     left, right, difference = sums
@@ -306,12 +316,12 @@ def _two_means_wide(
     _start_halves(state, first, middle, last)
     left[:] = right[:] = 0
     before = -1.0
-    for _ in range(config.max_iter):
+    for _ in range(max_iter):
         _sum_parallel(rows, state, first, last, ranges, left, right)
         reached, left_scale, right_scale = _compare(rows, state, first, last, left, right, difference)
         _project_parallel(rows, state, chunks, difference)
         moved = _reassign(rows, state, first, middle, last, left_scale, right_scale)
-        if moved == 0 or reached - before < config.tolerance:
+        if moved == 0 or reached - before < tolerance:
             break
         before = reached
 
@@ -351,11 +361,13 @@ def _split_narrow(
             _choose_two(state, first, sampled, keys[turn])
             _sum(rows, state, first, sampled, 0, width, sums[0], sums[1])
             sums[2] = sums[1] - sums[0]
+            passes = max_iter
             if sampled < last:
                 in_sample = _in_sample(first, middle, last, sampled)
                 _two_means(rows, state, first, in_sample, sampled, sums, max_iter, tolerance)
                 _put_sample_back(state, first, sampled)
-            _two_means(rows, state, first, middle, last, sums, max_iter, tolerance)
+                passes = min(max_iter, _PASSES_AFTER_SAMPLE)
+            _two_means(rows, state, first, middle, last, sums, passes, tolerance)
             _put_in_order(state, first, last)
 
 
@@ -380,8 +392,10 @@ def _two_means(
         before = reached
 
 
-# A node of at least twice as many labels is halved on about so many of them first: most passes are then short.
-_SAMPLE = 8192
+# A node of at least twice as many labels is halved on about so many of them first, and then needs few passes
+# over all: large nodes would otherwise take the most passes, and time would grow faster than L log L.
+_SAMPLE = 4096
+_PASSES_AFTER_SAMPLE = 2
 
 
 @njit(cache=True, nogil=True)
