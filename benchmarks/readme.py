@@ -78,15 +78,33 @@ def figures(name: str, title: str) -> list[str]:
     return [*lines, ""]
 
 
+def growth() -> list[str]:
+    entry = load("label_space_growth")
+    if entry is None:
+        return []
+    results = entry["results"]
+    lines = [
+        "**Label features and full tree as labels grow** (generated with the densities of Amazon-670K; "
+        f"`python -m benchmarks.label_space_growth`, {when(entry)})",
+        "",
+        "| labels | documents | features | tree | peak memory | time, from the row before, over L log L |",
+        "|" + "---|" * 6,
+    ]
+    for size, ratio in zip(results["sizes"], ["", *results["seconds_over_l_log_l"]], strict=True):
+        lines.append(
+            f"| {size['labels']:,} | {size['documents']:,} | {size['features_seconds']:.2f} s | "
+            f"{size['tree_seconds']:.2f} s | {size['peak_gb']:.2f} GB | {ratio} |"
+        )
+    return [*lines, ""]
+
+
 def tables() -> str:
     lines = quality()
     lines += figures("label_layer", "The label layer on top of the encoder: LightXML, MiniLM, 32 × 64 tokens")
     lines += figures(
         "clustering", "Balanced clustering of the labels of debian-deps beside libpecos' hierarchical k-means"
     )
-    lines += figures(
-        "label_space_growth", "Label features and tree as labels grow (generated, densities of Amazon-670K)"
-    )
+    lines += growth()
     lines += figures(
         "corpus_tfidf", "Corpus build and TF-IDF on debian-deps beside scikit-learn in one process"
     )

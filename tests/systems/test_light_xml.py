@@ -17,6 +17,8 @@ from xmc.corpus.store import Corpus
 from xmc.errors import InputError
 from xmc.labels.topk import TopK
 
+pytestmark = pytest.mark.slow  # each run starts training groups and commands of its own
+
 SMALL = [
     "encoder.name=random:bert",
     "encoder.layers_pooled=2",
@@ -144,7 +146,6 @@ def test_another_label_set_is_refused(clustered: Path, tmp_path: Path, ray_sessi
         run.check_same_labels(model, other)
 
 
-@pytest.mark.slow
 def test_static_negatives_and_the_last_layer_alone(ray_session: None, tmp_path: Path):
     static = [
         "model.mode=clustered",
@@ -156,7 +157,6 @@ def test_static_negatives_and_the_last_layer_alone(ray_session: None, tmp_path: 
     assert values(directory)["P@5"] > 5
 
 
-@pytest.mark.slow
 def test_an_ensemble_averages_members_that_are_child_runs(ray_session: None, tmp_path: Path):
     members = "members=[{seed: 1}, {seed: 2, model: {mode: flat}}]"
     directory = run.train(settings(tmp_path / "both", "model.mode=clustered", members))

@@ -64,5 +64,5 @@ def plot_bands(result: MetricResult, path: Path) -> None:
         ax.set_xticks(places, [f"{band.name}\n{band.num_labels:,} labels" for band in result.bands])
         ax.set_ylim(0, 100)
         ax.set_title(f"{title}, %", loc="left", fontsize=10)
-    axes[0].legend(frameon=False, ncols=len(result.ks), fontsize=8)
+    axes[1].legend(frameon=False, fontsize=8, loc="upper right")  # where the tail's low bars leave room
     _write(figure, path)
