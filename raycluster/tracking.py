@@ -84,7 +84,7 @@ class Tracker:
 
         import xmc.mlflow_model
 
-        texts = Schema([ColSpec("string", "text")])
+        texts = Schema([ColSpec("string")])  # unnamed: a list of texts, or a table of one column
         signature = ModelSignature(inputs=texts, params=ParamSchema([ParamSpec("k", "long", 10)]))
         previous = mlflow.get_tracking_uri()
         mlflow.set_tracking_uri(self.uri)

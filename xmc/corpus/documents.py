@@ -20,7 +20,7 @@ from xmc.errors import InputError
 
 def read_documents(path: Path, config: CorpusConfig) -> ray.data.Dataset:
     """A dataset of id, text and problem: null, or what is wrong with the row, with its file and line."""
-    config = replace(config, unlabelled="keep")
+    config = replace(config, unlabelled="keep", labels_field="")  # whatever labels they have are not read
     path = path.resolve()  # Ray's workers have a working directory of their own
     source = find_reader(path).open_source(path, config)
     with ordered_data(config.block_bytes):

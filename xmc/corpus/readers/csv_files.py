@@ -41,7 +41,7 @@ def open_source(path: Path, config: CorpusConfig) -> Source:
             header = read_header(file_path)
             if header:
                 fields.check(file_path, header)
-                fields.check_separator(file_path, labels_are_strings=True)
+                fields.check_separator(file_path, labels_are_strings=fields.labels in header)
             file = source.add_file(file_path)
             read = partial(_read_records, file_path, fields, config.block_bytes)
             source.chunks.append(Chunk(Origin(file, source.name_of(file), split), read))

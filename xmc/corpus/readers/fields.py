@@ -42,7 +42,7 @@ class Fields:
 
     @property
     def all(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.text, self.labels, self.id, self.group)))
+        return tuple(name for name in dict.fromkeys((*self.text, self.labels, self.id, self.group)) if name)
 
     def check(self, path: Path, found: list[str]) -> None:
         """Refuse a file whose columns lack the text or the labels, before a million rows say so one by one."""

@@ -54,7 +54,8 @@ def _add_file(source: Source, path: Path, split: str, fields: Fields) -> None:
     for name in fields.all:
         if name in schema.names:
             _check_type(path, name, schema.field(name).type, name == fields.labels)
-    fields.check_separator(path, not _is_list(schema.field(fields.labels).type))
+    if fields.labels in schema.names:
+        fields.check_separator(path, not _is_list(schema.field(fields.labels).type))
     columns = [name for name in fields.all if name in schema.names]
     file = source.add_file(path)
     origin = Origin(file, source.name_of(file), split)
