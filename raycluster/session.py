@@ -20,9 +20,11 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     # glibc gives large blocks back to the system at once, so that every training step on a CPU faults its memory
-    # in anew: keeping it saved a tenth of a step.
-    "MALLOC_TRIM_THRESHOLD_": str(2**32),
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    # in anew, page by small page: kept, in one arena and in huge pages, it saves a tenth of a step.
+    "GLIBC_TUNABLES": ":".join(
+        f"glibc.malloc.{name}"
+        for name in ("hugetlb=1", "arena_max=1", f"trim_threshold={2**32}", f"mmap_threshold={2**32}")
+    ),
 }
 # What a worker prints stays in Ray's logs; what the user must know of it comes another way (see follow).
 _QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}

@@ -94,22 +94,24 @@ class Engine:
 
         if device.type == "cpu":
             prepare_extension(say)
-        self.config = config
         self.precision = choose_precision(config.precision, device)
+        # One rank in fp32 has nothing to divide: ZeRO would only copy every weight and gradient once more.
+        alone = dist.get_world_size() == 1 and self.precision == "fp32"
+        self.zero_stage = 0 if alone else config.zero_stage
         groups = [group for group in groups if group["params"]]
         self._rates = [group["lr"] for group in groups]
         self._names = {id(p): name for name, p in module.named_parameters()}
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": batch_per_rank,
             "gradient_accumulation_steps": accumulate,
-            "zero_optimization": {"stage": config.zero_stage},
+            "zero_optimization": {"stage": self.zero_stage},
             "gradient_clipping": config.clip_norm,
             "steps_per_print": 10**9,
         }
         if self.precision != "fp32":
             settings[self.precision] = {"enabled": True}
         self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=torch.optim.AdamW(groups), config=settings, dist_init_required=False
+            model=module, optimizer=torch.optim.AdamW(groups, fused=True), config=settings, dist_init_required=False
         )
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -139,7 +141,7 @@ class Engine:
         """The full fp32 weights by name, on the CPU; every rank must call it."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        if self.config.zero_stage == 0:
+        if self.zero_stage == 0:
             return {name: p.detach().float().cpu().clone() for name, p in self._named()}
         return {name: safe_get_full_fp32_param(p).detach().cpu() for name, p in self._named()}
 
@@ -158,7 +160,7 @@ class Engine:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state`. The module must have been built with its weights (`load_weights`) before."""
         step = float(state["step"])
-        if self.config.zero_stage > 0:
+        if self.zero_stage > 0:
             self._load_master_weights(state)
         if step == 0:
             return
@@ -172,14 +174,14 @@ class Engine:
 
     def _base(self) -> torch.optim.Optimizer:
         optimizer = self._engine.optimizer
-        return optimizer if self.config.zero_stage == 0 else optimizer.optimizer
+        return optimizer if self.zero_stage == 0 else optimizer.optimizer
 
     def _masters(self) -> list[Tensor]:
         """This rank's fp32 tensors that the optimiser steps: parts of flattened groups under ZeRO."""
         optimizer = self._engine.optimizer
-        if self.config.zero_stage == 0:
+        if self.zero_stage == 0:
             return [p for _, p in self._named()]
-        if self.config.zero_stage == 3:
+        if self.zero_stage == 3:
             return list(optimizer.fp32_partitioned_groups_flat)
         return list(optimizer.single_partition_of_fp32_groups)
 
@@ -200,23 +202,23 @@ class Engine:
 
         DeepSpeed does it once, after the first group's first step, when later groups have no moments yet.
         """
-        if self.config.zero_stage in (1, 2):
+        if self.zero_stage in (1, 2):
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _get_moment(self, p: nn.Parameter, moment: str) -> Tensor:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        if self.config.zero_stage == 0:
+        if self.zero_stage == 0:
             return self._base().state[p][moment]
         return safe_get_full_optimizer_state(p, moment)
 
     def _set_moment(self, p: nn.Parameter, moment: str, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-        if self.config.zero_stage == 0:
+        if self.zero_stage == 0:
             self._base().state[p][moment].copy_(value)
-        elif self.config.zero_stage == 3:
+        elif self.zero_stage == 3:
             safe_set_local_optimizer_state(p, self._my_part(p, value), moment)
         else:
             safe_set_full_optimizer_state(p, value.to(p.device), moment)
@@ -226,7 +228,7 @@ class Engine:
 
         for name, p in self._named():
             value = state[f"weight/{name}"]
-            if self.config.zero_stage == 3:
+            if self.zero_stage == 3:
                 safe_set_local_fp32_param(p, self._my_part(p, value))
             else:
                 safe_set_full_fp32_param(p, value.to(p.device))
