@@ -44,10 +44,7 @@ def quality() -> list[str]:
         ]
         for run in ours:
             settings, results = run["settings"], run["results"]
-            name = (
-                f"{settings['system']}, {settings['encoder.name']}, {settings['encoder.max_tokens']} tokens, "
-                f"{settings['train.epochs']} epoch(s)"
-            )
+            name = f"{settings['system']}{described(settings)}"
             figures = " | ".join(f"{results['metrics'][key]:.2f}" for key in FIGURES)
             minutes = results["seconds"] / 60
             lines.append(
@@ -55,13 +52,27 @@ def quality() -> list[str]:
             )
         lines += [
             "",
-            *(
-                f"`python -m benchmarks.quality {r['settings']['preset']} corpus.path=DIR` ({when(r)})"
-                for r in ours
-            ),
+            *(f"- `{command(run)}` ({when(run)}). {run.get('note', '')}".rstrip() for run in ours),
             "",
         ]
     return lines
+
+
+def described(settings: dict[str, Any]) -> str:
+    """What a network was trained with: encoder, tokens, length of training."""
+    if "train.epochs" not in settings:
+        return ""
+    length = f"{settings['train.epochs']} epoch(s)"
+    if settings.get("train.updates"):
+        length = f"{settings['train.updates']} updates of {settings['train.batch_size']}"
+    return f", {settings['encoder.name']}, {settings['encoder.max_tokens']} tokens, {length}"
+
+
+def command(run: dict[str, Any]) -> str:
+    settings = run["settings"]
+    return " ".join(
+        ["python -m benchmarks.quality", settings["preset"], "corpus.path=DIR", *settings["overrides"]]
+    )
 
 
 def figures(name: str, title: str) -> list[str]:

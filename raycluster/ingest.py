@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
 import ray.data
@@ -32,30 +33,52 @@ _PREFETCHED = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """b documents: their places among the rank's rows (b,), input_ids and attention_mask int64 (b × T), and their
-    label ids as one ragged list."""
+    """b documents: their places among the rank's rows (b,), input_ids and attention_mask int64 (b × T), their label ids
+    as one ragged list, and what further lists a document has, by column: (b × longest), zeros behind."""
 
     rows: np.ndarray
     input_ids: np.ndarray
     attention_mask: np.ndarray
     label_ids: np.ndarray
     label_offsets: np.ndarray
+    lists: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
 
 @ray.remote
-def _join(tokens: Path, documents: Path) -> pa.Table:
-    """The rows of one shard: input_ids and label_ids, from the token file and the corpus file of the same rows."""
+def _join(tokens: Path, documents: Path, lists: Path | None) -> pa.Table:
+    """The rows of one shard: input_ids and label_ids, from the token file and the corpus file of the same rows, and the
+    columns of a file of further lists."""
     table = pq.read_table(tokens, columns=["input_ids"])
-    return table.append_column("label_ids", pq.read_table(documents, columns=["label_ids"]).column(0))
+    table = table.append_column("label_ids", pq.read_table(documents, columns=["label_ids"]).column(0))
+    if lists is not None:
+        further = pq.read_table(lists)
+        for name in further.column_names:
+            table = table.append_column(name, further.column(name))
+    return table
 
 
-def labelled_tokens(token_files: list[Path], corpus_files: list[Path]) -> ray.data.Dataset:
-    """A dataset of input_ids with label_ids, from row-aligned shards."""
-    pairs = zip(token_files, corpus_files, strict=True)
-    return ray.data.from_arrow_refs([_join.remote(tokens, documents) for tokens, documents in pairs])
+def labelled_tokens(
+    token_files: Sequence[Path], corpus_files: Sequence[Path], list_files: Sequence[Path] | None = None
+) -> ray.data.Dataset:
+    """A dataset of input_ids with label_ids, from row-aligned shards; with `list_files`, also of the columns of lists
+    (numbers) that they hold."""
+    lists = [None] * len(token_files) if list_files is None else list_files
+    triples = zip(token_files, corpus_files, lists, strict=True)
+    return ray.data.from_arrow_refs([_join.remote(*files) for files in triples])
+
+
+def pad_lists(lists: Sequences, rows: np.ndarray) -> np.ndarray:
+    """(n × longest) the lists of n rows with zeros behind them, at least one wide; whole numbers become int64."""
+    starts, lengths = lists.offsets[rows], lists.lengths[rows]
+    columns = np.arange(max(int(lengths.max(initial=0)), 1))
+    kept = columns < lengths[:, None]
+    whole = np.issubdtype(lists.values.dtype, np.integer)
+    padded = np.zeros(kept.shape, np.int64 if whole else lists.values.dtype)
+    padded[kept] = lists.values[(starts[:, None] + columns)[kept]]
+    return padded
 
 
 class SplitByRank(ray.train.DataConfig):
@@ -89,6 +112,8 @@ class RankRows:
         """`num_steps` batches of at most `batch_size` make an epoch: the same number on every rank."""
         self._tokens = Sequences.from_arrow(table.column("input_ids"))
         self._labels = Sequences.from_arrow(table.column("label_ids"))
+        known = ("input_ids", "label_ids")
+        self._lists = {name: _lists(table.column(name)) for name in table.column_names if name not in known}
         self._lengths = self._tokens.lengths
         self._window = batch_size * _BATCHES_A_WINDOW
         self.num_steps = num_steps
@@ -97,6 +122,11 @@ class RankRows:
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    @property
+    def labels(self) -> Sequences:
+        """The label ids of each document."""
+        return self._labels
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """The epoch's batches from number `first` on, prepared ahead by a thread."""
@@ -152,7 +182,15 @@ class RankRows:
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(ids) for ids in labels], out=offsets[1:])
         flat = np.concatenate(labels).astype(np.int64) if labels else np.zeros(0, np.int64)
-        return Batch(rows, input_ids, mask, flat, offsets)
+        lists = {name: pad_lists(column, rows) for name, column in self._lists.items()}
+        return Batch(rows, input_ids, mask, flat, offsets, lists)
+
+
+def _lists(column: pa.ChunkedArray) -> Sequences:
+    """The lists of a column, numbers as they are."""
+    offsets = np.zeros(len(column) + 1, np.int64)
+    np.cumsum(pc.list_value_length(column).to_numpy(), out=offsets[1:])
+    return Sequences(pc.list_flatten(column).to_numpy(), offsets)
 
 
 def rank_table(name: str) -> pa.Table:

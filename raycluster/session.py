@@ -62,6 +62,7 @@ def connect(
         address="local",
         num_cpus=num_cpus,
         object_store_memory=object_store_bytes,
+        include_dashboard=False,  # a dozen processes that nobody looks at while one command runs
         **_QUIET,
     )
 

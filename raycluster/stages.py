@@ -2,7 +2,8 @@
 
 A stage's key is the hash of its settings and of its inputs' keys, so a changed setting redoes the stages that
 depend on it and no others. Each stage writes one directory below the run's; its record, written last, says that
-it is whole. Only one process works in a run's directory at a time.
+it is whole. Only one process works in a run's directory at a time; members of an ensemble share it, and where two
+need the same stage one does it while the other waits.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Runner:
     """Brings stages up to date below `root`, one after the other, each after those that it takes as inputs."""
 
     def __init__(self, root: Path, say: Callable[[str], None] = print) -> None:
-        self._root = root
+        self.root = root
         self._say = say
         self._keys: dict[str, str] = {}
         self.done: dict[str, Path] = {}
@@ -72,15 +73,25 @@ class Runner:
     def run(self, stage: Stage) -> Path:
         """Do the stage unless it is done; return its directory."""
         key = self._keys[stage.name] = self.key(stage)
-        out = self.done[stage.name] = self._root / f"{stage.name}-{key[:10]}"
-        if is_done(out):
-            self._say(f"{stage.name}: up to date")
-            return out
-        started = time.monotonic()
-        self._say(f"{stage.name}: {'goes on where it stopped' if (out / PARTIAL).exists() else 'starts'}")
-        _run(stage, key, out, {name: self.done[name] for name in stage.inputs})
-        self._say(f"{stage.name}: done in {time.monotonic() - started:.0f} s")
+        out = self.done[stage.name] = self.root / f"{stage.name}-{key[:10]}"
+        with _held(out.with_name(f".{out.name}.lock")):
+            if is_done(out):
+                self._say(f"{stage.name}: up to date")
+                return out
+            started = time.monotonic()
+            self._say(f"{stage.name}: {'goes on where it stopped' if (out / PARTIAL).exists() else 'starts'}")
+            _run(stage, key, out, {name: self.done[name] for name in stage.inputs})
+            self._say(f"{stage.name}: done in {time.monotonic() - started:.0f} s")
         return out
+
+
+@contextmanager
+def _held(file: Path) -> Iterator[None]:
+    """Wait for the lock file and hold it; it is freed with the process, however that ends."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def is_done(directory: Path) -> bool:
@@ -88,7 +99,9 @@ def is_done(directory: Path) -> bool:
 
 
 def prune(root: Path, keep: Mapping[str, Path]) -> None:
-    """Remove what earlier settings left: directories of the same stages with other keys."""
+    """Remove what earlier settings left: directories of the same stages with other keys, and locks."""
+    for lock in root.glob(".*.lock"):
+        lock.unlink()
     for name, current in keep.items():
         for old in root.glob(f"{name}-" + "?" * 10):
             if old != current:

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ import numpy as np
 import ray
 import ray.data
 import ray.train
+import scipy.sparse as sp
 import torch
 import torch.distributed as dist
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -32,7 +33,9 @@ from raycluster.checkpoints import Checkpoint
 from raycluster.follow import Tail, append_line
 from raycluster.ingest import Batch, RankRows, SplitByRank, rank_table
 from xmc.errors import InputError
+from xmc.evaluation.metrics import Metrics, MetricsConfig
 from xmc.files import atomic_write_text
+from xmc.labels.topk import TopK
 from xmc.nn.averaging import WeightAverage
 from xmc.nn.block_files import BlockReader, write_blocks
 from xmc.nn.engine import Engine, EngineConfig, load_weights
@@ -40,6 +43,10 @@ from xmc.nn.heads.base import LabelHead
 from xmc.nn.optimisers import parameter_groups
 from xmc.nn.sharding import Ragged
 from xmc.progress import Progress
+
+# What is measured on validation documents, and what the best weights are chosen by.
+VALIDATION_KS = (1, 3, 5)
+SELECTED_BY = "valid_nDCG_at_5"
 
 STEPS_FILE = "metrics.jsonl"
 MESSAGES_FILE = "messages.txt"
@@ -53,6 +60,8 @@ class TrainConfig:
     # auto: a GPU where the cluster has enough of them, else the CPU.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     epochs: int = 3
+    # Weight updates to train for in place of `epochs`, a part of an epoch or several; 0: as many as the epochs have.
+    updates: int = 0
     # Documents of all ranks in one forward pass; times `accumulate` in one update.
     batch_size: int = 32
     # Forward passes a weight update: larger batches in the same memory.
@@ -60,11 +69,24 @@ class TrainConfig:
     # Learning rate of the encoder, and of the label rows.
     encoder_rate: float = 1e-4
     label_rate: float = 1e-4
-    # constant, or linear: falling to 0 at the last step. Both after `warmup` (a share of all steps) rising from 0.
-    schedule: Literal["constant", "linear"] = "constant"
+    # Learning rate of the layers between the two; none: the encoder's.
+    hidden_rate: float | None = None
+    # constant, or linear: falling to 0 at the last step. Both after `warmup` (a share of all steps) rising from 0:
+    # linear is the slanted triangle of Howard & Ruder (2018). plateau: multiplied by `plateau_factor` each time that
+    # nothing was gained since the last measurement, on nDCG@5 of validation or, without such a part, on the mean loss.
+    schedule: Literal["constant", "linear", "plateau"] = "constant"
+    plateau_factor: float = 0.5
     warmup: float = 0.0
     # Average the weights of this epoch's end and of those after it (SWA); 0 keeps the last weights.
     average_from: int = 0
+    # Measure (on validation, where the corpus has such a part) after so many steps too, besides at each epoch's end;
+    # the average takes the weights in then too. 0: at the ends of epochs only.
+    validate_steps: int = 0
+    # last: the weights at the end become the model's; best: those that reached the highest nDCG@5 on validation.
+    keep: Literal["last", "best"] = "last"
+    # Clip gradients at so many times the largest norm of the last five steps, encoder and label rows each by their own
+    # norms; 0: not so.
+    adaptive_clip: float = 0.0
     # A checkpoint after so many steps and after so many minutes, whichever comes first; 0 turns one off.
     checkpoint_steps: int = 0
     checkpoint_minutes: float = 5.0
@@ -84,6 +106,17 @@ class TrainConfig:
         for key in ("encoder_rate", "label_rate", "checkpoint_minutes", "cpus_per_worker"):
             if getattr(self, key) < 0:
                 raise InputError(f"train.{key} is {getattr(self, key)}; it must not be negative")
+        if self.hidden_rate is not None and self.hidden_rate < 0:
+            raise InputError(f"train.hidden_rate is {self.hidden_rate}; it must not be negative")
+        for key in ("updates", "validate_steps", "adaptive_clip"):
+            if getattr(self, key) < 0:
+                raise InputError(f"train.{key} is {getattr(self, key)}; it must not be negative")
+        if self.updates and self.average_from:
+            raise InputError("train.average_from counts epochs: it goes with train.epochs, not train.updates")
+        if not 0 < self.plateau_factor <= 1:
+            raise InputError(
+                f"train.plateau_factor is {self.plateau_factor}; it lies above 0 and not above 1"
+            )
         if not 0 <= self.warmup < 1:
             raise InputError(f"train.warmup is {self.warmup}; it is a share of all steps, from 0 to below 1")
         if self.average_from > self.epochs:
@@ -94,7 +127,12 @@ class TrainConfig:
 
 class Learner:
     """What is trained: a module whose outputs for (input_ids, attention_mask) go to a head. Systems that do more
-    than that at a step or between epochs override these methods."""
+    than that at a step or between epochs override these methods.
+
+    `label_parts` names the module's own parts that belong to the labels: they learn at the label rows' rate.
+    """
+
+    label_parts: tuple[str, ...] = ()
 
     def __init__(self, module: nn.Module, head: LabelHead) -> None:
         self.module = module
@@ -103,9 +141,24 @@ class Learner:
     def before_epoch(self, epoch: int, outputs: Callable[[], Iterator[tuple[np.ndarray, Any]]]) -> None:
         """`outputs()` runs over all of this rank's documents: (rows, the module's outputs), without gradients."""
 
+    def inputs(self, batch: Batch, tensor: Callable[[np.ndarray], Tensor]) -> tuple[Tensor, ...]:
+        """What the module reads of a batch; `tensor` puts an array on the rank's device. Every rank calls it."""
+        return tensor(batch.input_ids), tensor(batch.attention_mask)
+
+    def before_forward(self, targets: Ragged) -> None:
+        """Called with this rank's labels of a batch before the module's forward pass of a training step."""
+
     def loss(self, outputs: Any, targets: Ragged, rows: np.ndarray, lr: float | None) -> Tensor:
         """See LabelHead.loss; `rows` (b,) are the documents' places among this rank's."""
         return self.head.loss(outputs, targets, lr=lr)
+
+    def after_backward(self, lr: float | None, factor: float) -> None:
+        """For tables that `inputs` looked up: gradients times `factor` are those of the loss. Without `lr` they are
+        stored until the head's step, see LabelHead.loss."""
+
+    def top_k(self, outputs: Any, rows: np.ndarray, k: int) -> tuple[Tensor, Tensor]:
+        """See LabelHead.top_k, for validation; `rows` (b,) are the documents' places among this rank's of that part."""
+        return self.head.top_k(outputs, k)
 
     def state(self) -> dict[str, Tensor]:
         """What this rank must find again besides rows and weights."""
@@ -130,10 +183,18 @@ class Job:
     pad_id: int
     padding_side: str
     threads: int
+    # Documents to validate on; none: 0.
+    num_validation: int = 0
 
 
-def fit(job: Job, documents: ray.data.Dataset, on_steps: Callable[[list[dict[str, float]]], None]) -> None:
-    """Train until `job.out` holds the exported parts; `on_steps` gets each new row of step metrics.
+def fit(
+    job: Job,
+    documents: ray.data.Dataset,
+    on_steps: Callable[[list[dict[str, float]]], None],
+    validation: ray.data.Dataset | None = None,
+) -> None:
+    """Train until `job.out` holds the exported parts; `on_steps` gets each new row of step metrics, with `valid_…` in
+    some where there are documents for `validation`.
 
     Raises InputError where the run cannot go on for a reason that the user can mend.
     """
@@ -154,7 +215,7 @@ def fit(job: Job, documents: ray.data.Dataset, on_steps: Callable[[list[dict[str
             storage_path=str(job.out / "ray"),
             failure_config=ray.train.FailureConfig(max_failures=job.train.max_failures),
         ),
-        datasets={"train": documents},
+        datasets={"train": documents} | ({"valid": validation} if validation is not None else {}),
         dataset_config=SplitByRank(),
     )
     with _following(job, on_steps):
@@ -195,12 +256,31 @@ def num_steps(num_documents: int, config: TrainConfig) -> int:
     return min(smallest, -(-largest // (config.batch_size // config.workers)))
 
 
+def total_steps(num_documents: int, config: TrainConfig) -> int:
+    """Forward passes of the whole training."""
+    return config.updates * config.accumulate or num_steps(num_documents, config) * config.epochs
+
+
 def rate_factor(step: int, total: int, config: TrainConfig) -> float:
-    """What both learning rates are multiplied by at `step` (from 0) of `total`."""
+    """What all learning rates are multiplied by at `step` (from 0) of `total`."""
     warm = config.warmup * total
     if step < warm:
         return (step + 1) / (warm + 1)
     return (total - step) / max(total - warm, 1.0) if config.schedule == "linear" else 1.0
+
+
+def rate_groups(learner: Learner, config: TrainConfig, weight_decay: float) -> list[dict[str, Any]]:
+    """The module's parameters for torch.optim, each part with its own rate."""
+    between = config.encoder_rate if config.hidden_rate is None else config.hidden_rate
+    rates = dict.fromkeys(learner.label_parts, config.label_rate) | {"encoder": config.encoder_rate}
+    by_rate: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in learner.module.named_parameters():
+        by_rate.setdefault(rates.get(name.split(".")[0], between), []).append(parameter)
+    return [
+        group | {"lr": rate}
+        for rate, parameters in by_rate.items()
+        for group in parameter_groups(nn.ParameterList(parameters), weight_decay)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ in a rank
@@ -227,7 +307,7 @@ class _Loop:
         torch.set_num_threads(job.threads)
         torch.manual_seed(job.seed * 1009 + self.rank)
         self.steps_an_epoch = num_steps(job.num_documents, job.train)
-        self.total = self.steps_an_epoch * job.train.epochs
+        self.total = total_steps(job.num_documents, job.train)
         self.rows = RankRows(
             rank_table("train"), self._per_rank, self.steps_an_epoch, job.seed, job.pad_id, job.padding_side
         )
@@ -238,7 +318,7 @@ class _Loop:
             load_weights(self.learner.module, weights)
         self.engine = Engine(
             self.learner.module,
-            self._groups(),
+            rate_groups(self.learner, job.train, job.engine.weight_decay),
             job.engine,
             self.device,
             self._per_rank,
@@ -246,6 +326,10 @@ class _Loop:
             say=self._say,
         )
         self.average = WeightAverage()
+        self.validation = _Validation(job, self.learner) if job.num_validation else None
+        self.best = -math.inf
+        self.clips = {part: AdaptiveClip(job.train.adaptive_clip) for part in ("encoder", "rows")}
+        self.plateau = Plateau(job.train.plateau_factor if job.train.schedule == "plateau" else 1.0)
         self.step = 0
         if checkpoint is not None and weights is not None:
             self._restore(checkpoint, weights)
@@ -260,10 +344,6 @@ class _Loop:
     def _per_rank(self) -> int:
         return -(-self.job.train.batch_size // self.job.train.workers)
 
-    def _groups(self) -> list[dict[str, Any]]:
-        groups = parameter_groups(self.learner.module, self.job.engine.weight_decay)
-        return [group | {"lr": self.job.train.encoder_rate} for group in groups]
-
     def run(self) -> None:
         train = self.job.train
         while self.step < self.total:
@@ -274,29 +354,44 @@ class _Loop:
             waited = time.perf_counter()
             for batch in self.rows.epoch(epoch, place):
                 self._step(batch, waited)
-                if self.step % self.steps_an_epoch and self._is_time():
-                    self._save()
+                if self.step == self.total:
+                    break
+                if self.step % self.steps_an_epoch:
+                    if train.validate_steps and self.step % train.validate_steps == 0:
+                        self._judge(epoch)
+                    if self._is_time():
+                        self._save()
                 waited = time.perf_counter()
-            if train.average_from and epoch + 1 >= train.average_from:
-                self.average.update(self._trained())
+            self._judge(epoch)
             if self._is_time():
                 self._save()
-        self._export()
+        if self.log is not None:
+            self.log.flush()
+        if not math.isfinite(self.best):
+            with self._averaged() as weights:
+                self._export(weights)
 
     def _step(self, batch: Batch, waited_since: float) -> None:
         began = time.perf_counter()
         train = self.job.train
-        factor = rate_factor(self.step, self.total, train)
+        factor = rate_factor(self.step, self.total, train) * self.plateau.factor
         targets = Ragged(self._tensor(batch.label_ids), self._tensor(batch.label_offsets))
-        outputs = self.engine(self._tensor(batch.input_ids), self._tensor(batch.attention_mask))
-        at_once = train.label_rate * factor if train.accumulate == 1 else None
+        self.learner.before_forward(targets)
+        outputs = self.engine(*self.learner.inputs(batch, self._tensor))
+        by_norm = train.adaptive_clip > 0
+        at_once = train.label_rate * factor if train.accumulate == 1 and not by_norm else None
         loss = self.learner.loss(outputs, targets, batch.rows, at_once)
+        loss.retain_grad()
         self.engine.backward(loss)
-        self.engine.step(factor)
+        # The engine scales the loss before it goes backwards (micro-batches, 16 bits): its own gradient says how much.
+        assert loss.grad is not None
+        self.learner.after_backward(at_once, 1.0 / float(loss.grad))
+        self.engine.step(factor, self.clips["encoder"].limit if by_norm else None)
         self.step += 1
         if at_once is None and self.step % train.accumulate == 0:
-            self.learner.head.step(train.label_rate * factor)
+            self._move_rows(train.label_rate * factor, by_norm)
         self._check(loss)
+        self.plateau.saw(float(loss.detach()))
         if self.log is not None:
             took = time.perf_counter() - waited_since
             self.log.add(
@@ -307,11 +402,49 @@ class _Loop:
                 waiting_share=(began - waited_since) / took,
             )
 
+    def _move_rows(self, rate: float, by_norm: bool) -> None:
+        """Apply the stored gradients of label rows."""
+        limit = None
+        if by_norm:
+            norm = float(self.learner.head.gradient_norm())
+            limit = self.clips["rows"].limit if norm > self.clips["rows"].limit else None
+            self.clips["rows"].saw(norm)
+            self.clips["encoder"].saw(self.engine.gradient_norm())
+        self.learner.head.step(rate, limit)
+
+    def _judge(self, epoch: int) -> None:
+        """Take the weights into the average, measure what would be exported now, and keep it if it is the best."""
+        train = self.job.train
+        if train.average_from and epoch + 1 >= train.average_from:
+            self.average.update(self._trained())
+        if self.validation is None:
+            self.plateau.judge(None)
+            return
+        with self._averaged() as weights:
+            found = self.validation.measure(self.engine, self._tensor)
+            self.plateau.judge(found[SELECTED_BY])
+            if self.log is not None:
+                self.log.more(**found)
+            if train.keep == "best" and found[SELECTED_BY] > self.best:
+                self.best = found[SELECTED_BY]
+                self._export(weights)
+        self.engine.train()
+
+    @contextmanager
+    def _averaged(self) -> Iterator[dict[str, Tensor]]:
+        """Within the block module and rows hold their averages, where there are any; yields rank 0's module weights."""
+        trained = self._trained()
+        with self.average.applied(trained):
+            prefix = "weight/"
+            weights = {key.removeprefix(prefix): v for key, v in trained.items() if key.startswith(prefix)}
+            with self.engine.holding(weights) if self.average.count else nullcontext():
+                yield weights
+
     @torch.no_grad()
     def _outputs(self) -> Iterator[tuple[np.ndarray, Any]]:
         self.engine.train(False)
         for batch in self.rows.in_order():
-            yield batch.rows, self.engine(self._tensor(batch.input_ids), self._tensor(batch.attention_mask))
+            yield batch.rows, self.engine(*self.learner.inputs(batch, self._tensor))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -347,9 +480,14 @@ class _Loop:
 
     def _save(self) -> None:
         engine = self.engine.state()
+        if self.log is not None:
+            self.log.flush()
 
         def write(directory: Path) -> list[Path]:
             own = self._random_state() | self.learner.state() | self.average.state_dict()
+            own["plateau"] = self.plateau.state
+            if self.job.train.adaptive_clip:
+                own |= {f"clip.{part}": clip.norms for part, clip in self.clips.items()}
             files = [checkpoints.write_tensors(directory / f"rank-{self.rank:05d}.safetensors", own)]
             files += write_blocks(self.learner.head.export_blocks(with_optimiser=True), directory)
             if self.rank == 0:
@@ -358,7 +496,8 @@ class _Loop:
                 files.append(checkpoints.write_tensors(directory / "head.safetensors", shared))
             return files
 
-        notes = {"step": self.step, "workers": self.job.train.workers}
+        best = self.best if math.isfinite(self.best) else None
+        notes = {"step": self.step, "workers": self.job.train.workers, "best": best}
         checkpoints.save(self.job.out / "checkpoints", self.step, write, notes)
         self.saved_at = time.monotonic()
 
@@ -383,17 +522,101 @@ class _Loop:
             torch.cuda.set_rng_state(own["rng_cuda"], self.device)
         self.learner.load_state(own)
         self.average.load_state_dict(own)
+        self.plateau.state = own["plateau"]
+        if self.job.train.adaptive_clip:
+            for part, clip in self.clips.items():
+                clip.norms = own[f"clip.{part}"]
+        if checkpoint.notes.get("best") is not None:
+            self.best = checkpoint.notes["best"]
         self.step = checkpoint.notes["step"]
 
-    def _export(self) -> None:
-        """Write the model's parts: averaged weights where there are any."""
-        trained = self._trained()
-        with self.average.applied(trained):
-            prefix = "weight/"
-            weights = {key.removeprefix(prefix): v for key, v in trained.items() if key.startswith(prefix)}
-            self.job.export(self.learner, weights, self.job.out)
+    def _export(self, weights: Mapping[str, Tensor]) -> None:
+        """Write the model's parts; what was there before is replaced when the new ones are whole."""
+        self.job.export(self.learner, weights, self.job.out / "next")
         if self.job.train.workers > 1:
             dist.barrier()
+        if self.rank == 0:
+            for part in (self.job.out / "next").iterdir():
+                shutil.rmtree(self.job.out / part.name, ignore_errors=True)
+                part.rename(self.job.out / part.name)
+            (self.job.out / "next").rmdir()
+        if self.job.train.workers > 1:
+            dist.barrier()
+
+
+class AdaptiveClip:
+    """A limit for gradient norms that follows them: `factor` times the largest of the last five, none of which counts
+    for more than twice the largest before it, or than 1. At first there is none."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self.norms = torch.tensor([math.inf])
+
+    @property
+    def limit(self) -> float:
+        return self._factor * float(self.norms.max())
+
+    def saw(self, norm: float) -> None:
+        counted = min(norm, 2.0 * float(self.norms.max()), 1.0)
+        self.norms = torch.cat([self.norms, torch.tensor([counted])])[-5:]
+
+
+class Plateau:
+    """The factor of learning rates that fall whenever a measurement is no better than the best before it. Ranks know
+    the same losses and measurements, so they agree on it."""
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self.state = torch.tensor(
+            [1.0, -math.inf, 0.0, 0.0], dtype=torch.float64
+        )  # factor, best, sum and number
+
+    @property
+    def factor(self) -> float:
+        return float(self.state[0])
+
+    def saw(self, loss: float) -> None:
+        self.state[2:] += torch.tensor([loss, 1.0], dtype=torch.float64)
+
+    def judge(self, figure: float | None) -> None:
+        """Take in a figure of which more is better; None: the mean of the losses seen since the last one."""
+        factor, best, total, count = self.state.tolist()
+        value = -total / max(count, 1.0) if figure is None else figure
+        factor = factor if value > best else factor * self._decay
+        self.state = torch.tensor([factor, max(value, best), 0.0, 0.0], dtype=torch.float64)
+
+
+class _Validation:
+    """This rank's part of the validation documents."""
+
+    def __init__(self, job: Job, learner: Learner) -> None:
+        per_rank = -(-job.train.batch_size // job.train.workers)
+        steps = num_steps(job.num_validation, job.train)
+        self._rows = RankRows(rank_table("valid"), per_rank, steps, job.seed, job.pad_id, job.padding_side)
+        self._learner, self._num_documents = learner, job.num_documents
+
+    @torch.no_grad()
+    def measure(self, engine: Engine, tensor: Callable[[np.ndarray], Tensor]) -> dict[str, float]:
+        """P@k and nDCG@k in percent over all ranks' validation documents. Every rank calls it."""
+        engine.train(False)
+        found = np.full((len(self._rows), max(VALIDATION_KS)), -1, np.int32)
+        for batch in self._rows.in_order():
+            outputs = engine(*self._learner.inputs(batch, tensor))
+            found[batch.rows] = self._learner.top_k(outputs, batch.rows, found.shape[1])[1].cpu().numpy()
+        labels = self._rows.labels
+        classes = self._learner.head.classes_of(tensor(labels.values.astype(np.int64))).cpu().numpy()
+        num_classes = 1 + int(max(classes.max(initial=0), found.max(initial=0)))
+        truth = sp.csr_matrix(
+            (np.ones(len(classes), np.float32), classes, labels.offsets), shape=(len(found), num_classes)
+        )
+        metrics = Metrics(np.ones(num_classes), self._num_documents, MetricsConfig(ks=VALIDATION_KS))
+        parts = metrics.parts(TopK(found, np.zeros(found.shape, np.float32)), truth)
+        names = [f"{name}@{k}" for name in ("P", "nDCG") for k in VALIDATION_KS]
+        sums = tensor(np.array([[part.sum() for part in parts[name]] for name in names]))
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        means = (100 * sums[:, 0] / sums[:, 1].clamp_min(1)).tolist()
+        return {f"valid_{name.replace('@', '_at_')}": mean for name, mean in zip(names, means, strict=True)}
 
 
 class _StepLog:
@@ -403,9 +626,20 @@ class _StepLog:
         kept = [line for line in Tail(path).lines() if json.loads(line)["step"] <= step]
         atomic_write_text(path, "".join(line + "\n" for line in kept))
         self._file = open(path, "a", buffering=1)  # noqa: SIM115  open as long as the rank lives
+        self._row: dict[str, float] = {}
 
     def add(self, step: int, **values: float) -> None:
-        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        """A row, held back until the next one: there may be `more` to it."""
+        self.flush()
+        self._row = {"step": step, "time": time.time(), **values}
+
+    def more(self, **values: float) -> None:
+        self._row |= values
+
+    def flush(self) -> None:
+        if self._row:
+            self._file.write(json.dumps(self._row) + "\n")
+        self._row = {}
 
 
 # ------------------------------------------------------------------------------------------------ in the driver
@@ -415,7 +649,7 @@ class _StepLog:
 def _following(job: Job, on_steps: Callable[[list[dict[str, float]]], None]) -> Iterator[None]:
     """Show the progress of a training group and hand on its steps, until the block ends."""
     stop = threading.Event()
-    total = num_steps(job.num_documents, job.train) * job.train.epochs
+    total = total_steps(job.num_documents, job.train)
 
     def follow() -> None:
         steps, messages = Tail(job.out / STEPS_FILE), Tail(job.out / MESSAGES_FILE)

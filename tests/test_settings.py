@@ -83,3 +83,12 @@ def test_merge_and_flatten():
     merged = merge(to_mapping(Outer("x")), parse_overrides(["train.workers=4"]))
     assert flatten(merged)["train.workers"] == 4
     assert flatten(merged)["train.rate"] == 1e-3
+
+
+@dataclass(frozen=True)
+class Tuned:
+    train: Inner = field(default_factory=lambda: Inner(workers=7))
+
+
+def test_a_group_keeps_the_defaults_that_its_owner_gives_it():
+    assert from_mapping(Tuned, {"train": {"rate": 0.5}}, "test").train == Inner(rate=0.5, workers=7)

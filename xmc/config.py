@@ -17,6 +17,7 @@ import yaml
 from raycluster.tracking import TrackingConfig
 from xmc.corpus.settings import CorpusConfig
 from xmc.errors import InputError
+from xmc.evaluation.combine import EnsembleConfig
 from xmc.evaluation.metrics import MetricsConfig
 from xmc.settings import from_mapping, merge, parse_overrides
 from xmc.systems import SYSTEMS, find_system
@@ -54,6 +55,11 @@ class CommonConfig:
     corpus: CorpusSection = field(default_factory=CorpusSection)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    # An ensemble: each member is this configuration with settings put over it, e.g. {seed: 2} or {encoder: {name: …}}.
+    members: tuple[dict, ...] = ()
+    ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
+    # An ablation: each is this configuration with settings put over it, and a `name`; all are trained and measured.
+    variants: tuple[dict, ...] = ()
 
     def __post_init__(self) -> None:
         if self.run.top_k < max(self.metrics.ks):

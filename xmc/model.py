@@ -3,13 +3,13 @@
     model = xmc.load("runs/light_xml")
     model.predict(["a text to label"], k=5)      # [[("label", 0.93), …]]
 
-A model directory: `config.yaml`, `labels.parquet`, the system's own files, `metrics.json`. An ensemble's instead holds
-the models of its members in `members/` and averages their scores.
+A model directory: `config.yaml`, `labels.parquet`, the system's own files. An ensemble's instead holds the models of
+its members, of one system or of several, in `members/`, and in `ensemble.json` how their lists become one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,17 +18,18 @@ import numpy as np
 import pyarrow.parquet as pq
 import scipy.sparse as sp
 
-from xmc.config import read_yaml
+from xmc.config import CommonConfig, read_yaml
 from xmc.errors import InputError
-from xmc.labels.topk import TopK, top_k_of_csr
+from xmc.evaluation.combine import Combination, wider
+from xmc.labels.topk import TopK
 from xmc.settings import from_mapping
 from xmc.systems import SYSTEMS, find_system
 
 CONFIG_FILE = "config.yaml"
 LABELS_FILE = "labels.parquet"
-# An ensemble asks each member for this many times as many labels as it is asked for: what one ranks low, another
-# may rank high.
-_WIDER = 5
+MEMBERS, ENSEMBLE_FILE = "members", "ensemble.json"
+# What stands for the system in the settings of an ensemble of several systems.
+SEVERAL_SYSTEMS = "ensemble"
 
 
 class Predictor(Protocol):
@@ -50,6 +51,12 @@ class Model:
             raise InputError(f"k is {k}; ask for at least one label")
         return self.predictor.top_k(texts, k)
 
+    def top_k_of_features(self, features: sp.csr_matrix, k: int = 10) -> TopK:
+        """The same (N, k) for documents that are sparse features (N × D), where the system reads such."""
+        if not hasattr(self.predictor, "top_k_of_features"):
+            raise InputError("this model reads texts; documents that have features only need system=linear")
+        return self.predictor.top_k_of_features(features, k)
+
     def predict(self, texts: Sequence[str], k: int = 10) -> list[list[tuple[str, float]]]:
         """For each text its k best labels by name with their scores, best first."""
         if isinstance(texts, str):
@@ -60,27 +67,48 @@ class Model:
             for ids, scores in zip(top.label_ids, top.scores, strict=True)
         ]
 
+    def explain(self, texts: Sequence[str], k: int = 10) -> list[list[dict[str, Any]]]:
+        """For each text its k best labels, best first, as {"label", "score", …} with what the system says that it read
+        for them, e.g. AttentionXML "words": [(word, weight), …]."""
+        top = self.top_k(texts, k)
+        read = explanations(self.predictor, texts, top)
+        return [
+            [
+                {"label": str(self.label_names[i]), "score": float(score), **why}
+                for i, score, why in zip(*row, strict=True)
+                if i >= 0
+            ]
+            for row in zip(top.label_ids, top.scores, read, strict=True)
+        ]
 
-class MeanOfMembers:
-    """An ensemble: the mean of the members' scores, a label that a member does not name counting 0 there."""
 
-    def __init__(self, members: Sequence[Predictor], num_labels: int) -> None:
-        self._members, self._num_labels = members, num_labels
+def explanations(predictor: Predictor, texts: Sequence[str], top: TopK) -> list[list[dict[str, Any]]]:
+    """What a predictor read for each text and each of its labels (N × k), where its system can say it."""
+    if not hasattr(predictor, "explain"):
+        raise InputError("this model's system does not say what it read for a label; attention_xml and treader_xml do")
+    return predictor.explain(texts, top)
+
+
+class Ensemble:
+    """The predictor of several models: each is asked for more labels than are wanted, and their lists are combined."""
+
+    def __init__(self, members: Sequence[Model], combination: Combination) -> None:
+        self._members, self._combination = members, combination
 
     def top_k(self, texts: Sequence[str], k: int) -> TopK:
-        wide = min(_WIDER * k, self._num_labels)
-        parts = [member.top_k(texts, wide) for member in self._members]
-        total = _matrix(parts[0], self._num_labels)
-        for part in parts[1:]:
-            total = total + _matrix(part, self._num_labels)
-        return top_k_of_csr(sp.csr_matrix(total / len(parts)), k)
+        return self._combined(lambda member, wide: member.top_k(texts, wide), k)
 
+    def top_k_of_features(self, features: sp.csr_matrix, k: int) -> TopK:
+        return self._combined(lambda member, wide: member.top_k_of_features(features, wide), k)
 
-def _matrix(top: TopK, num_labels: int) -> sp.csr_matrix:
-    """(N × L) sparse scores."""
-    kept = top.label_ids >= 0
-    indptr = np.concatenate([[0], np.cumsum(kept.sum(1))])
-    return sp.csr_matrix((top.scores[kept], top.label_ids[kept], indptr), shape=(len(top), num_labels))
+    def explain(self, texts: Sequence[str], top: TopK) -> list[list[dict[str, Any]]]:
+        """What the first member that says it read."""
+        able = [member.predictor for member in self._members if hasattr(member.predictor, "explain")]
+        return explanations((able or [self._members[0].predictor])[0], texts, top)
+
+    def _combined(self, ask: Callable[[Model, int], TopK], k: int) -> TopK:
+        wide = wider(k, len(self._members[0].label_names))
+        return self._combination([ask(member, wide) for member in self._members], k)
 
 
 def model_directory(path: str | Path) -> Path:
@@ -102,9 +130,11 @@ def read_config(directory: Path) -> Any:
     """The settings that a model was trained with."""
     file = directory / CONFIG_FILE
     values = read_yaml(file)
-    if values.get("system") not in SYSTEMS:
-        raise InputError(f"{file}: system is {values.get('system')!r}, which this version does not know")
-    return from_mapping(find_system(values["system"]).Config, values, str(file))
+    system = values.get("system")
+    if system not in (*SYSTEMS, SEVERAL_SYSTEMS):
+        raise InputError(f"{file}: system is {system!r}, which this version does not know")
+    kind = CommonConfig if system == SEVERAL_SYSTEMS else find_system(system).Config
+    return from_mapping(kind, values, str(file))
 
 
 def load(path: str | Path) -> Model:
@@ -114,13 +144,13 @@ def load(path: str | Path) -> Model:
         names = pq.ParquetFile(directory / LABELS_FILE).read(["name"]).column("name").to_numpy()
     except (OSError, ValueError) as error:
         raise InputError(f"{directory / LABELS_FILE}: damaged or missing ({error})") from error
-    members = sorted((directory / "members").glob("*"))
-    if members:
-        predictors = [_load_predictor(member, len(names)) for member in members]
-        return Model(names, MeanOfMembers(predictors, len(names)))
-    return Model(names, _load_predictor(directory, len(names)))
+    return Model(names, _load_predictor(directory, names))
 
 
-def _load_predictor(directory: Path, num_labels: int) -> Predictor:
+def _load_predictor(directory: Path, names: np.ndarray) -> Predictor:
+    if (directory / MEMBERS).is_dir():
+        homes = sorted((directory / MEMBERS).iterdir(), key=lambda home: int(home.name))
+        members = [Model(names, _load_predictor(home, names)) for home in homes]
+        return Ensemble(members, Combination.load(directory / ENSEMBLE_FILE, len(members)))
     config = read_config(directory)
-    return find_system(config.system).load_predictor(directory, config, num_labels)
+    return find_system(config.system).load_predictor(directory, config, len(names))

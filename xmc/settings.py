@@ -105,7 +105,10 @@ def _build(cls: type[T], values: Any, prefix: str, where: str, root: type) -> T:
     for key in values:
         if key not in fields:
             raise InputError(f"{where}: unknown setting {prefix}{key}{_nearest(prefix + str(key), root)}")
-    arguments = {key: _convert(hints[key], value, prefix + key, where, root) for key, value in values.items()}
+    arguments = {
+        key: _convert(hints[key], _over_default(fields[key], value), prefix + key, where, root)
+        for key, value in values.items()
+    }
     missing = [
         prefix + name
         for name, f in fields.items()
@@ -116,6 +119,15 @@ def _build(cls: type[T], values: Any, prefix: str, where: str, root: type) -> T:
     if missing:
         raise InputError(f"{where}: {', '.join(missing)} must be given, e.g. {missing[0]}=…")
     return cls(**arguments)
+
+
+def _over_default(field: dataclasses.Field, value: Any) -> Any:
+    """A group of settings on top of the defaults that its owner gives it, which may differ from the group's own."""
+    if isinstance(value, Mapping) and field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+        if dataclasses.is_dataclass(default):
+            return merge(to_mapping(default), value)
+    return value
 
 
 def _convert(hint: Any, value: Any, key: str, where: str, root: type) -> Any:

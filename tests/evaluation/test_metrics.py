@@ -245,6 +245,21 @@ def test_per_document_values_make_the_figures(case):
     assert np.isnan(values["P@1"][-1])
 
 
+def test_the_documents_parts_make_the_figures(case):
+    truth = truth_of([*case.true_rows, []], case.num_labels)
+    predictions = top_k([*case.predicted_rows, [1]], 10)
+    num_unseen = np.r_[np.arange(len(case.true_rows)) % 3 == 0, False].astype(np.int32)
+    metrics = case.metrics(band_frequencies=(20, 100))
+    parts = metrics.parts(predictions, truth, num_unseen)
+    metrics.update(predictions, truth, num_unseen)
+    figures = {name: value for name, value in metrics.result().values.items() if "coverage" not in name}
+    assert parts.keys() == figures.keys()
+    for name, (numerators, denominators) in parts.items():
+        assert numerators.shape == denominators.shape == (len(case.true_rows) + 1,)
+        assert numerators[-1] == denominators[-1] == 0  # it has no true label
+        assert 100 * numerators.sum() / denominators.sum() == pytest.approx(figures[name]), name
+
+
 def test_bands(case):
     metrics = case.metrics(band_frequencies=(20, 100))
     metrics.update(case.top_k, case.truth)

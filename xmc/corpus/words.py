@@ -283,7 +283,7 @@ class WordsConfig:
             raise InputError(f"max_words={self.max_words}: must be at least 1")
 
 
-_WORD_PATTERN = r"\w+"
+WORD_PATTERN = r"\w+"
 
 
 class Vocabulary:
@@ -305,7 +305,7 @@ class Vocabulary:
 
     def encode_texts(self, texts: Texts) -> Sequences:
         """N texts → N sequences of 1 to max_words ids; a text without words is one unknown word."""
-        split = split_words(texts, _WORD_PATTERN, lowercase=True)
+        split = split_words(texts, WORD_PATTERN, lowercase=True)
         ids = np.fromiter(
             (self._ids.get(word, UNKNOWN_ID) for word in split.words), np.int32, count=len(split.words)
         )
@@ -350,6 +350,6 @@ class Vocabulary:
 
 def fit_vocabulary(source: Source, config: WordsConfig) -> Vocabulary:
     """The most frequent words of a corpus, counted on Ray; equally frequent ones by code point."""
-    counts, _ = count_words(source, _WORD_PATTERN, lowercase=True)
+    counts, _ = count_words(source, WORD_PATTERN, lowercase=True)
     kept = np.argsort(-counts.occurrences, kind="stable")[: config.vocabulary_size - UNKNOWN_ID - 1]
     return Vocabulary(counts.words.take(pa.array(kept)).to_pylist(), config)

@@ -1,7 +1,7 @@
 """Ranking metrics of top-k predictions against a sparse truth, accumulated over shards.
 
 Every figure comes from one pass over (prediction, truth) pairs; nothing here is documents × labels.
-Does not make predictions, and does not draw confidence intervals: `Metrics.per_document` gives what they need.
+Does not make predictions, and does not draw confidence intervals: `Metrics.parts` gives what they need.
 
 Shapes: N documents, L labels, k places, S asked-for places (`ks`).
 
@@ -310,6 +310,47 @@ class Metrics:
             for v, name in enumerate(names)
             for s, k in enumerate(self.ks)
         }
+
+    def parts(
+        self, top_k: TopK, truth: sp.csr_matrix, num_unseen: NDArray | None = None
+    ) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """What each of N documents adds to each figure but coverage: (numerators (N,), denominators (N,)).
+
+        A figure is 100 · Σ numerators / Σ denominators; documents without true labels have 0 in both. What this gives
+        is not added to the accumulator.
+        """
+        truth, unseen_N = self._checked(top_k, truth, num_unseen)
+        values_NVS, hits_Nw, labelled_N = self._score(top_k, truth, unseen_N)
+        one_N = labelled_N.astype(np.float64)
+        found = {}
+        for v, name in enumerate(_MEANS):
+            for s, k in enumerate(self.ks):
+                found[f"{name}@{k}"] = (values_NVS[:, v, s], one_N)
+        for r, name in enumerate(_RATIOS):
+            for s, k in enumerate(self.ks):
+                v = len(_MEANS) + 2 * r
+                found[f"{name}@{k}"] = (values_NVS[:, v, s], values_NVS[:, v + 1, s])
+        return found | self._band_parts(top_k, truth, unseen_N, hits_Nw, one_N)
+
+    def _band_parts(
+        self, top_k: TopK, truth: sp.csr_matrix, unseen_N: NDArray, hits_Nw: NDArray, one_N: NDArray
+    ) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        ids_Nw = top_k.label_ids[:, : hits_Nw.shape[1]]
+        band_Nw = np.where((ids_Nw >= 0) & (one_N > 0)[:, None], self._band_of_L[ids_Nw], -1)
+        rows = np.repeat(np.arange(len(top_k)), np.diff(truth.indptr))
+        true_N3 = np.bincount(3 * rows + self._band_of_L[truth.indices], minlength=3 * len(top_k)).reshape(
+            -1, 3
+        )
+        true_N3[:, -1] += unseen_N
+        found = {}
+        for b, band in enumerate(BANDS):
+            true_N = true_N3[:, b].astype(np.float64)
+            for k in self.ks:
+                hits_N = (hits_Nw * (band_Nw == b))[:, :k].sum(axis=1).astype(np.float64)
+                found[f"{band}.P@{k}"] = (hits_N, (band_Nw == b)[:, :k].sum(axis=1).astype(np.float64))
+                found[f"{band}.R@{k}"] = (hits_N, true_N)
+                found[f"{band}.contribution@{k}"] = (hits_N, k * one_N)
+        return found
 
     def merge(self, other: Metrics) -> None:
         """Add what another accumulator of the same data set and settings has seen."""

@@ -33,7 +33,7 @@ def _ranking(result: MetricResult) -> list[str]:
     names = list(dict.fromkeys(name.split("@")[0] for name in result.values if "." not in name))
     rows = [["%", *(f"@{k}" for k in result.ks)]]
     rows += [[name, *(_figure(result[f"{name}@{k}"]) for k in result.ks)] for name in names]
-    return _align(rows, "<")
+    return align(rows, "<")
 
 
 def _bands(result: MetricResult) -> list[str]:
@@ -44,7 +44,7 @@ def _bands(result: MetricResult) -> list[str]:
         for metric in ("P", "R", "contribution"):
             rows.append([*about, metric, *(_figure(result[f"{band.name}.{metric}@{k}"]) for k in result.ks)])
             about = [""] * 4
-    return _align(rows, "<<>><")
+    return align(rows, "<<>><")
 
 
 def _range(band: Band) -> str:
@@ -59,7 +59,7 @@ def _figure(value: float) -> str:
     return "–" if math.isnan(value) else f"{value:.2f}"
 
 
-def _align(rows: list[list[str]], sides: str) -> list[str]:
+def align(rows: list[list[str]], sides: str) -> list[str]:
     """Columns of equal width; `sides` says "<" for flush left or ">", the columns beyond it are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = sides.ljust(len(widths), ">")

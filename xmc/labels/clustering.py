@@ -5,6 +5,7 @@ It groups labels into clusters of (nearly) equal size; shaping the result into a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -56,6 +57,11 @@ class LabelClusters:
     # Per binary level, from the root: where its nodes begin and end, counted in clusters; first [0, K], last 0…K.
     levels: tuple[np.ndarray, ...]
 
+    @classmethod
+    def of(cls, order: np.ndarray, offsets: np.ndarray) -> LabelClusters:
+        """From the partition alone: how many clusters there are says how they were split."""
+        return cls(order, offsets, _binary_levels(len(offsets) - 1))
+
     @property
     def num_labels(self) -> int:
         return len(self.order)
@@ -78,16 +84,21 @@ class LabelClusters:
         return sp.csr_matrix((ones, self.cluster_of, indptr), shape=(self.num_labels, self.num_clusters))
 
 
-def cluster_labels(features: sp.spmatrix | np.ndarray, config: ClusterConfig) -> LabelClusters:
+def cluster_labels(
+    features: sp.spmatrix | np.ndarray,
+    config: ClusterConfig,
+    on_level: Callable[[int, np.ndarray], None] | None = None,
+) -> LabelClusters:
     """Partition labels by their features (L×D, sparse or dense, rows of unit length or zero).
 
     Each node is halved by balanced spherical 2-means: the labels nearer to one centroid than to the other by
     the most go there, so that the sizes of any two clusters differ by at most one. The result depends on the
-    features and the config, not on the number of threads.
+    features and the config, not on the number of threads. `on_level(level, node_of)` hears of each binary level, the
+    root's first, as soon as it is known which of its nodes each label lies under, (L,) int32.
     """
     features = _checked(features)
     num_labels = features.shape[0]
-    levels = _binary_levels(_count_clusters(num_labels, config))
+    levels = _binary_levels(count_clusters(num_labels, config))
     num_clusters = len(levels[-1]) - 1
     offsets = np.arange(num_clusters + 1, dtype=np.int64) * num_labels // num_clusters
     state = _State.of(num_labels)
@@ -97,9 +108,22 @@ def cluster_labels(features: sp.spmatrix | np.ndarray, config: ClusterConfig) ->
             rows = _rows_of(features, weigh_rare)
             widths = np.full(len(some[0]) - 1, features.shape[1], np.int64)
             for nodes in some:
+                if on_level is not None:
+                    _tell(on_level, nodes, offsets, state.order)
                 widths = _split_level(rows, state, widths, nodes, offsets, config)
             del rows  # before the next copy is made
+    if on_level is not None:
+        _tell(on_level, levels[-1], offsets, state.order)
     return LabelClusters(state.order.astype(np.int32), offsets, levels)
+
+
+def _tell(
+    on_level: Callable[[int, np.ndarray], None], nodes: np.ndarray, offsets: np.ndarray, order: np.ndarray
+) -> None:
+    """Hand on the nodes of a binary level, given by where they begin and end in clusters."""
+    node_of = np.empty(len(order), np.int32)
+    node_of[order] = np.repeat(np.arange(len(nodes) - 1, dtype=np.int32), np.diff(offsets[nodes]))
+    on_level((len(nodes) - 2).bit_length(), node_of)
 
 
 def mean_similarity(features: sp.spmatrix | np.ndarray, clusters: LabelClusters) -> float:
@@ -114,7 +138,8 @@ def mean_similarity(features: sp.spmatrix | np.ndarray, clusters: LabelClusters)
 _PLAIN_LEVELS = 3
 
 
-def _count_clusters(num_labels: int, config: ClusterConfig) -> int:
+def count_clusters(num_labels: int, config: ClusterConfig) -> int:
+    """How many clusters `cluster_labels` makes of so many labels."""
     if config.num_clusters is None:
         smallest = -(-num_labels // config.max_leaf_size)
         return min(1 << (smallest - 1).bit_length(), num_labels)

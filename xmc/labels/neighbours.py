@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -178,11 +179,42 @@ class NeighbourIndex:
         except (OSError, RuntimeError, TypeError, json.JSONDecodeError) as error:
             raise InputError(f"{path}: no neighbour index ({error}); build it again") from None
 
+    @cached_property
+    def _group_sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The groups, rising, and how many rows each has."""
+        known, counts = np.unique(self.groups, return_counts=True)
+        return known, counts
+
     def _sizes_of(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many indexed rows each of these groups has."""
-        known, counts = np.unique(self.groups, return_counts=True)
+        known, counts = self._group_sizes
         at = np.minimum(np.searchsorted(known, groups), len(known) - 1)
         return np.where(known[at] == groups, counts[at], 0)
+
+
+def search_shards(
+    shards: Iterable[NeighbourIndex], queries: NDArray[np.float32], exclude: NDArray | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """`NeighbourIndex.search` over indexes of consecutive runs of rows: ids count through all of them.
+
+    A generator that loads one index at a time bounds the memory by the largest.
+    """
+    first, found = 0, []
+    for shard in shards:
+        ids_Qk, similarities_Qk = shard.search(queries, exclude)
+        found.append((np.where(ids_Qk == NO_NEIGHBOUR, NO_NEIGHBOUR, ids_Qk + first), similarities_Qk))
+        found = [_best_of(found, shard.config.num_neighbours)]
+        first += len(shard)
+    return found[0]
+
+
+def _best_of(
+    found: list[tuple[NDArray[np.int64], NDArray[np.float32]]], k: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The k best (Q, k) of several answers for the same queries, ties by id."""
+    ids, similarities = (np.concatenate(part, axis=1) for part in zip(*found, strict=True))
+    order = np.lexsort((ids, -similarities), axis=1)[:, :k]
+    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(similarities, order, axis=1)
 
 
 def duplicate_groups(vectors: NDArray[np.float32]) -> NDArray[np.int64]:

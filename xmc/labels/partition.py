@@ -193,18 +193,25 @@ def format_plan(partition: Partition, rates: NDArray, hidden: int, decay: float,
     sizes = partition.sizes
     widths = [hidden, *tail_widths(partition.num_tails, hidden, decay)]
     touch = touch_probabilities(rates, batch_size)
-    shares = [1.0, *touch]
-    lines = [f"{'cluster':<8} {'labels':>12} {'width':>6} {'batches that touch it':>22}"]
-    for i, (size, width, share) in enumerate(zip(sizes, widths, shares, strict=True)):
+    lines = [
+        f"{'cluster':<8} {'labels':>12} {'width':>6} {'documents that need it':>24} {'batches that touch it':>23}"
+    ]
+    for i, (size, width, documents, batches) in enumerate(
+        zip(sizes, widths, [1.0, *rates], [1.0, *touch], strict=True)
+    ):
         name = f"tail {i}" if i else "head"
-        lines.append(f"{name:<8} {size:>12,} {width:>6} {100 * share:>20.1f} %")
+        lines.append(f"{name:<8} {size:>12,} {width:>6} {100 * documents:>22.1f} % {100 * batches:>21.1f} %")
     parameters, flat = num_parameters(sizes, hidden, decay), num_flat_parameters(partition.num_labels, hidden)
-    work = cost(sizes, touch, hidden, decay, batch_size)
     flat_work = flat_cost(partition.num_labels, hidden, batch_size)
+    work, least = (cost(sizes, share, hidden, decay, batch_size) for share in (touch, np.asarray(rates)))
     lines.append(
         f"parameters {parameters:,}: a flat layer has {flat / parameters:.2f} times as many ({flat:,})"
     )
     lines.append(
         f"multiply-adds a batch of {batch_size}: {work:.3g}, of a flat layer {flat_work / work:.2f} times as many"
+    )
+    lines.append(
+        f"  where a tail scores the documents alone that need it: {least:.3g}, of a flat layer "
+        f"{flat_work / least:.2f} times as many"
     )
     return "\n".join(lines)

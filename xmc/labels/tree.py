@@ -148,12 +148,16 @@ class LabelTree:
             raise InputError(f"{path} is not a label tree ({error}): build it again") from error
 
 
+def kept_levels(num_clusters: int, config: TreeConfig) -> list[int]:
+    """The levels of the binary tree over so many clusters that stay, from the top (0 is the root) to the clusters."""
+    depth = (num_clusters - 1).bit_length()
+    kept = list(range(depth, 0, 1 - config.branching.bit_length())) or [0]
+    return kept[: config.height][::-1]
+
+
 def build_tree(clusters: LabelClusters, config: TreeConfig) -> LabelTree:
     """Compress the binary tree of a clustering: from the clusters up, keep every log2(branching)-th level."""
-    step = config.branching.bit_length() - 1
-    depth = len(clusters.levels) - 1
-    kept = list(range(depth, 0, -step)) or [0]
-    kept = kept[: config.height][::-1]
+    kept = kept_levels(clusters.num_clusters, config)
     bounds = [clusters.levels[0], *(clusters.levels[level] for level in kept)]
     # Bounds are counted in clusters and nested, so a node's children are those that begin within it.
     offsets = [np.searchsorted(lower, upper) for upper, lower in itertools.pairwise(bounds)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,9 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 class EncoderConfig:
     # a hub name (bert-base-uncased), a directory, minilm, or random:bert | random:roberta | random:xlnet
     name: str = "minilm"
-    # the summary token's states of this many last layers are concatenated; 1: the last layer alone
+    # token: a text's vector is its summary token's state; mean: the mean of all its tokens' states
+    summary: Literal["token", "mean"] = "token"
+    # the summaries of this many last layers are concatenated; 1: the last layer alone
     layers_pooled: int = 5
     # on the concatenated summary
     dropout: float = 0.5
@@ -65,15 +67,19 @@ class EncoderConfig:
 
 
 class Encoder(nn.Module):
-    """The summary token's states of the last layers, concatenated, with dropout.
+    """The summaries of the last layers, concatenated, with dropout.
 
-    The summary token is the first real one (BERT, RoBERTa) or the last real one (XLNet), whichever side is padded.
+    A summary is the mean of a layer's states, or its state of the summary token: the first real one (BERT, RoBERTa) or
+    the last real one (XLNet), whichever side is padded.
     """
 
-    def __init__(self, model: Any, layers_pooled: int, dropout: float) -> None:
+    def __init__(
+        self, model: Any, layers_pooled: int, dropout: float, summary: Literal["token", "mean"] = "token"
+    ) -> None:
         super().__init__()
         self.model: Any = model
         self.layers_pooled = layers_pooled
+        self.summary = summary
         self.summary_is_last = model.config.model_type in _SUMMARY_IS_LAST
         self.dropout = nn.Dropout(dropout)
 
@@ -87,12 +93,19 @@ class Encoder(nn.Module):
         output = self.model(
             input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=self.layers_pooled > 1
         )
+        states = [output.last_hidden_state]
+        if self.layers_pooled > 1:
+            states = [output.hidden_states[-i] for i in range(1, self.layers_pooled + 1)]
+        return self.dropout(torch.cat(self._summaries(states, attention_mask), dim=1))
+
+    def _summaries(self, states: list[Tensor], attention_mask: Tensor) -> list[Tensor]:
+        """(B × d) of each layer's states (B × T × d)."""
+        if self.summary == "mean":
+            weights = attention_mask / attention_mask.sum(1, keepdim=True)
+            return [torch.einsum("btd,bt->bd", state, weights.to(state.dtype)) for state in states]
         place = summary_positions(attention_mask, last=self.summary_is_last)
-        rows = torch.arange(input_ids.shape[0], device=input_ids.device)
-        if self.layers_pooled == 1:
-            return self.dropout(output.last_hidden_state[rows, place])
-        states = [output.hidden_states[-i][rows, place] for i in range(1, self.layers_pooled + 1)]
-        return self.dropout(torch.cat(states, dim=1))
+        rows = torch.arange(attention_mask.shape[0], device=attention_mask.device)
+        return [state[rows, place] for state in states]
 
 
 def summary_positions(attention_mask: Tensor, *, last: bool) -> Tensor:
@@ -109,7 +122,7 @@ def load_encoder(config: EncoderConfig, seed: int = 0) -> Encoder:
     _check_fits(config, model.config)
     if config.gradient_checkpointing:
         _checkpoint_layers(model)
-    return Encoder(model, config.layers_pooled, config.dropout)
+    return Encoder(model, config.layers_pooled, config.dropout, config.summary)
 
 
 def save_encoder(encoder: Encoder, directory: Path, state: dict[str, Tensor] | None = None) -> None:

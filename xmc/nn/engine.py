@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -101,6 +102,7 @@ class Engine:
         groups = [group for group in groups if group["params"]]
         self._rates = [group["lr"] for group in groups]
         self._names = {id(p): name for name, p in module.named_parameters()}
+        self._norm_before_clipping = 0.0
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": batch_per_rank,
             "gradient_accumulation_steps": accumulate,
@@ -111,7 +113,10 @@ class Engine:
         if self.precision != "fp32":
             settings[self.precision] = {"enabled": True}
         self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=torch.optim.AdamW(groups, fused=True), config=settings, dist_init_required=False
+            model=module,
+            optimizer=torch.optim.AdamW(groups, fused=True),
+            config=settings,
+            dist_init_required=False,
         )
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -127,15 +132,52 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
 
-    def step(self, rate_factor: float = 1.0) -> None:
-        """Update the weights, each group at its own rate times `rate_factor`."""
+    def step(self, rate_factor: float = 1.0, clip_norm: float | None = None) -> None:
+        """Update the weights, each group at its own rate times `rate_factor`; with `clip_norm`, the gradient's norm is
+        limited to it in place of the settings' limit."""
+        if clip_norm is not None:
+            self._clip_at(clip_norm)
         for group, rate in zip(self._engine.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * rate_factor
         self._engine.step()
 
+    def _clip_at(self, norm: float) -> None:
+        if self.zero_stage > 0:
+            self._engine.optimizer.clip_grad = norm
+            return
+        self._engine._config.gradient_clipping = norm
+        gradients = [p.grad for _, p in self._named() if p.grad is not None]
+        self._norm_before_clipping = float(nn.utils.get_total_norm(gradients))
+
     def gradient_norm(self) -> float:
+        """The norm of the last step's gradient before it was clipped."""
+        if self.zero_stage == 0:
+            return self._norm_before_clipping
         norm = self._engine.get_global_grad_norm()
         return float(norm) if norm is not None else 0.0
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within the block the module computes with rank 0's `weights` in place of its own. Every rank must call it."""
+        own = self.weights()
+        self._put(weights)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        """Rank 0's weights into the module alone: the optimiser keeps what it has."""
+        import deepspeed
+
+        alone = dist.get_world_size() == 1
+        for name, p in self._named():
+            with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=self.zero_stage == 3):
+                if dist.get_rank() == 0:
+                    p.copy_(weights[name])
+                if self.zero_stage < 3 and not alone:
+                    dist.broadcast(p.data, src=0)
 
     def weights(self) -> dict[str, Tensor]:
         """The full fp32 weights by name, on the CPU; every rank must call it."""

@@ -125,8 +125,8 @@ def build(settings: Settings, device: torch.device) -> Learner:
     """The network before training, in a rank."""
     clusters = None
     if settings.clusters is not None:
-        order, offsets = shared_stages.load_clusters(settings.clusters)
-        clusters = LabelClusters(torch.from_numpy(order.astype(np.int64)), torch.from_numpy(offsets))
+        saved = shared_stages.load_clusters(settings.clusters)
+        clusters = LabelClusters(torch.from_numpy(saved.order).long(), torch.from_numpy(saved.offsets))
     module, head = _network(settings, clusters, device, averaging_engine=True)
     if settings.model.recall_epochs:
         return StaticNegatives(module, head, settings.model.recall_epochs)

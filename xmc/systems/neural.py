@@ -1,18 +1,20 @@
 """What systems with a trained network share: the training stage, the network on disk, and its predictions.
 
-A network on disk: `encoder/` as transformers writes it (safetensors), `module.safetensors` with the rest of the
-engine's weights, `rows/` with the label blocks by range, `head.safetensors` with what all ranks share. No pickle.
+A network on disk: `encoder/`, if it has one, as transformers writes it (safetensors), `module.safetensors` with the
+rest of the engine's weights, `rows/` with the label blocks by range, `head.safetensors` with what all ranks share. No
+pickle.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray.data
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -20,11 +22,11 @@ from torch import Tensor, nn
 
 from raycluster import ingest, trainer
 from raycluster.trainer import Job, Learner
-from xmc.corpus.tokens import SubwordEncoder, TokensConfig, pad_batch, read_manifest
+from xmc.corpus.tokens import Sequences, SubwordEncoder, TokensConfig, pad_batch, read_manifest
 from xmc.errors import InputError
 from xmc.labels.topk import TopK
 from xmc.nn.block_files import BlockReader, write_blocks
-from xmc.nn.encoders import save_encoder
+from xmc.nn.encoders import Encoder, save_encoder
 from xmc.nn.heads.base import LabelHead
 from xmc.nn.sharding import rank_index, world_size
 from xmc.systems.shared_stages import open_corpus
@@ -40,10 +42,13 @@ def train_network(
     out: Path,
     inputs: Mapping[str, Path],
     on_steps: StepCallback,
+    lists: Path | None = None,
+    validate: bool = True,
 ) -> None:
     """Train what `build(settings, device)` makes on the stages `corpus` and `tokens`; the network lands in `out`.
 
-    `config` has the sections train, engine and seed.
+    `config` has the sections train, engine and seed. `lists`: a directory with files like those of `tokens` of further
+    lists that batches carry.
     """
     tokens = inputs["tokens"] / "train"
     manifest = read_manifest(tokens)
@@ -59,9 +64,31 @@ def train_network(
         pad_id=manifest["pad_id"],
         padding_side=manifest["padding_side"],
         threads=trainer.default_threads(config.train.workers),
+        num_validation=_num_validation(config.train, inputs) if validate else 0,
     )
-    files = [tokens / part["file"] for part in manifest["parts"]]
-    trainer.fit(job, ingest.labelled_tokens(files, open_corpus(inputs).shards("train")), on_steps)
+    validation = _labelled(inputs, "valid", lists) if job.num_validation else None
+    trainer.fit(job, _labelled(inputs, "train", lists), on_steps, validation)
+
+
+def _num_validation(config: trainer.TrainConfig, inputs: Mapping[str, Path]) -> int:
+    """Documents to validate on: none where the corpus has too few to give each rank one."""
+    tokens = inputs["tokens"] / "valid"
+    count = read_manifest(tokens)["rows"] if tokens.is_dir() else 0
+    if count >= config.workers:
+        return count
+    if config.keep == "best":
+        raise InputError(
+            "train.keep=best chooses by validation, but the corpus has no such part; give corpus.valid_fraction=0.05"
+        )
+    return 0
+
+
+def _labelled(inputs: Mapping[str, Path], split: str, lists: Path | None) -> ray.data.Dataset:
+    tokens = inputs["tokens"] / split
+    names = [part["file"] for part in read_manifest(tokens)["parts"]]
+    files = [tokens / name for name in names]
+    list_files = [lists / split / name for name in names] if lists is not None else None
+    return ingest.labelled_tokens(files, open_corpus(inputs).shards(split), list_files)
 
 
 def save_network(learner: Learner, weights: Mapping[str, Tensor], out: Path) -> None:
@@ -72,7 +99,8 @@ def save_network(learner: Learner, weights: Mapping[str, Tensor], out: Path) -> 
         network.mkdir(parents=True)
         of_encoder = {key.removeprefix(_ENCODER): v for key, v in weights.items() if key.startswith(_ENCODER)}
         rest = {key: value.contiguous() for key, value in weights.items() if not key.startswith(_ENCODER)}
-        save_encoder(learner.module.encoder, network / "encoder", of_encoder)  # type: ignore[arg-type]
+        if isinstance(learner.module.encoder, Encoder):
+            save_encoder(learner.module.encoder, network / "encoder", of_encoder)
         save_file(rest, network / "module.safetensors")
         shared = {key: value.cpu() for key, value in learner.head.shared_state().items()}
         save_file(shared, network / "head.safetensors")
@@ -82,15 +110,17 @@ def save_network(learner: Learner, weights: Mapping[str, Tensor], out: Path) -> 
 
 
 def assemble(out: Path, given: Mapping[str, Path]) -> None:
-    """A model's own files from the stages `train` and `tokens`: hard links where the file system has them."""
-    for source, name in (
-        (given["train"] / "network", "network"),
-        (given["tokens"] / "tokenizer", "tokenizer"),
-    ):
-        shutil.copytree(source, out / name, copy_function=_link)
+    """A model's own files from the stages `train` and `tokens`."""
+    link_tree(given["train"] / "network", out / "network")
+    link_tree(given["tokens"] / "tokenizer", out / "tokenizer")
 
 
-def _link(source: str, target: str) -> None:
+def link_tree(source: Path, target: Path) -> None:
+    """A copy of a directory: hard links where the file system has them."""
+    shutil.copytree(source, target, copy_function=link_file)
+
+
+def link_file(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target)
     except OSError:
@@ -122,32 +152,41 @@ def load_network(module: nn.Module, head: LabelHead, network: Path) -> None:
 class NetworkPredictor:
     """Best labels of texts from a module and a head in this process."""
 
-    def __init__(
-        self, tokenizer: Any, max_tokens: int, module: nn.Module, head: LabelHead, batch_size: int = 64
-    ):
+    def __init__(self, tokenizer: Any, max_tokens: int, module: nn.Module, head: LabelHead):
         self._subwords = SubwordEncoder(tokenizer, TokensConfig(tokenizer="saved", max_tokens=max_tokens))
-        self._side = tokenizer.padding_side
+        self._padding = (self._subwords.pad_id, tokenizer.padding_side)
         self._module = module.eval()
         self._head = head
-        self._batch_size = batch_size
-        self._device = next(module.parameters()).device
 
-    @torch.inference_mode()
     def top_k(self, texts: Sequence[str], k: int) -> TopK:
-        """(N, k) for N texts. Texts of similar length share a batch, which spares most of the padding."""
-        sequences = self._subwords.encode_texts(texts)
+        """(N, k) for N texts."""
         label_ids = np.full((len(texts), k), -1, np.int32)
         scores = np.full((len(texts), k), -np.inf, np.float32)
-        order = np.argsort(sequences.lengths, kind="stable")
-        for start in range(0, len(order), self._batch_size):
-            rows = order[start : start + self._batch_size]
-            ids, mask = pad_batch([sequences[row] for row in rows], self._subwords.pad_id, self._side)
-            outputs = self._module(
-                torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
-            )
+        sequences = self._subwords.encode_texts(texts)
+        for rows, outputs in outputs_by_length(self._module, sequences, self._padding):
             best, found = self._head.top_k(outputs, k)
             scores[rows], label_ids[rows] = best.cpu().numpy(), found.cpu().numpy()
         return TopK(label_ids, scores)
+
+
+@torch.inference_mode()
+def outputs_by_length(
+    module: nn.Module,
+    sequences: Sequences,
+    padding: tuple[int, str],
+    batch_size: int = 64,
+    inputs: Callable[[np.ndarray, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
+) -> Iterator[tuple[np.ndarray, Any]]:
+    """(rows, the module's outputs) over all sequences; `padding` is (pad id, side). Those of similar length share a
+    batch, which spares most of the padding. `inputs(rows, ids, mask)` gives what the module reads, if not ids and mask.
+    """
+    device = next(module.parameters()).device
+    order = np.argsort(sequences.lengths, kind="stable")
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        ids, mask = pad_batch([sequences[row] for row in rows], *padding)
+        given = torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
+        yield rows, module(*(inputs(rows, *given) if inputs is not None else given))
 
 
 def prediction_device() -> torch.device:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import ray
 from safetensors.numpy import load_file, save_file
 
 from raycluster.stages import Stage
@@ -18,7 +18,7 @@ from xmc.corpus.build import build, fingerprint
 from xmc.corpus.settings import CorpusConfig
 from xmc.corpus.store import MANIFEST, Corpus
 from xmc.corpus.tfidf import TfidfConfig, fit_transform, load_matrix
-from xmc.corpus.tokens import SubwordEncoder, TokensConfig, write_sequences
+from xmc.corpus.tokens import Encoder, SubwordEncoder, TokensConfig, gather, write_sequences
 from xmc.labels.clustering import ClusterConfig, LabelClusters, cluster_labels
 from xmc.labels.features import pifa
 from xmc.nn.encoders import EncoderConfig, load_tokenizer
@@ -47,7 +47,7 @@ def open_corpus(inputs: Mapping[str, Path]) -> Corpus:
 
 
 def tokens_stage(encoder: EncoderConfig) -> Stage:
-    """Sub-word ids of the training documents, and the tokenizer that made them."""
+    """Sub-word ids of the training and validation documents, and the tokenizer that made them."""
     settings = {"encoder": asdict(encoder)} if encoder.random_kind else {"encoder": encoder.name}
 
     def run(out: Path, inputs: Mapping[str, Path]) -> None:
@@ -55,18 +55,25 @@ def tokens_stage(encoder: EncoderConfig) -> Stage:
         subwords = SubwordEncoder(
             tokenizer, TokensConfig(tokenizer=encoder.name, max_tokens=encoder.max_tokens)
         )
-        write_sequences(open_corpus(inputs).shards("train"), subwords, out / "train")
+        write_splits(open_corpus(inputs), subwords, out)
         tokenizer.save_pretrained(out / "tokenizer")
 
     return Stage("tokens", settings | {"max_tokens": encoder.max_tokens}, run, ("corpus",))
 
 
+def write_splits(corpus: Corpus, encoder: Encoder, out: Path) -> None:
+    """The id sequences of train and, where there is one, of the validation part."""
+    for split in ("train", "valid"):
+        if split in corpus.splits and corpus.num_documents(split):
+            write_sequences(corpus.shards(split), encoder, out / split)
+
+
 def tfidf_stage(config: TfidfConfig) -> Stage:
-    """TF-IDF fitted on train, and the training documents' matrix; a corpus with features keeps its own."""
+    """TF-IDF fitted on train, and the training documents' matrix; a corpus without text keeps its own features."""
 
     def run(out: Path, inputs: Mapping[str, Path]) -> None:
         corpus = open_corpus(inputs)
-        if corpus.num_features is None:
+        if corpus.has_text:
             fit_transform(corpus.shards("train"), config, out / "train").save(out / "tfidf")
 
     return Stage("tfidf", asdict(config), run, ("corpus",))
@@ -75,25 +82,47 @@ def tfidf_stage(config: TfidfConfig) -> Stage:
 def training_features(inputs: Mapping[str, Path]) -> Any:
     """(N × D) csr float32 of the training documents, from the stages `tfidf` and `corpus`."""
     corpus = open_corpus(inputs)
-    return load_matrix(inputs["tfidf"] / "train") if corpus.num_features is None else corpus.features("train")
+    return load_matrix(inputs["tfidf"] / "train") if corpus.has_text else corpus.features("train")
 
 
-def clusters_stage(config: ClusterConfig, seed: int) -> Stage:
-    """Labels grouped by their PIFA features."""
-    seeded = replace(config, seed=seed)
+def clusters_stage(
+    config: ClusterConfig,
+    seed: int,
+    features: Callable[[Mapping[str, Path]], Any] | None = None,
+    inputs: tuple[str, ...] = ("corpus", "tfidf"),
+    name: str = "clusters",
+) -> Stage:
+    """Labels grouped by `features(inputs)` (L × D), a module-level function: their PIFA features if none is given.
+
+    A Ray task of its own, so that the clusterings of several members are made at once, each where there is room.
+    """
+    seeded, made_by = replace(config, seed=seed), features or pifa_of_tfidf
 
     def run(out: Path, inputs: Mapping[str, Path]) -> None:
-        features = pifa(open_corpus(inputs).label_matrix("train"), training_features(inputs))
-        save_clusters(cluster_labels(features, seeded), out / "clusters.safetensors")
+        task = ray.remote(num_cpus=1)(_cluster)
+        gather([task.remote(made_by, dict(inputs), seeded, (out / "clusters.safetensors").resolve())])
 
-    return Stage("clusters", asdict(seeded), run, ("corpus", "tfidf"))
+    return Stage(name, asdict(seeded) | {"features": made_by.__name__}, run, inputs)
+
+
+def _cluster(
+    features: Callable[[Mapping[str, Path]], Any],
+    inputs: Mapping[str, Path],
+    config: ClusterConfig,
+    path: Path,
+) -> None:
+    save_clusters(cluster_labels(features(inputs), config), path)
+
+
+def pifa_of_tfidf(inputs: Mapping[str, Path]) -> Any:
+    """(L × D): the mean TF-IDF features of each label's training documents."""
+    return pifa(open_corpus(inputs).label_matrix("train"), training_features(inputs))
 
 
 def save_clusters(clusters: LabelClusters, path: Path) -> None:
     save_file({"order": clusters.order, "offsets": clusters.offsets}, path)
 
 
-def load_clusters(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(order (L,), offsets (K+1,)) of `LabelClusters`."""
+def load_clusters(path: Path) -> LabelClusters:
     arrays = load_file(path)
-    return arrays["order"], arrays["offsets"]
+    return LabelClusters.of(arrays["order"], arrays["offsets"])

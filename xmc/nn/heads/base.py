@@ -16,7 +16,7 @@ from torch import Tensor
 from xmc.nn.block_files import RowBlock
 from xmc.nn.candidates import CandidateLabelLayer
 from xmc.nn.dense_layer import DenseLabelLayer
-from xmc.nn.sharding import Ragged, world_size
+from xmc.nn.sharding import Ragged, rank_index, world_size
 
 # (layer, tensor, first row, last row + 1) → rows
 HeadReader = Callable[[str, str, int, int], Tensor]
@@ -44,6 +44,10 @@ class LabelHead(ABC):
     def top_k(self, outputs: tuple[Tensor, ...], k: int) -> tuple[Tensor, Tensor]:
         """This rank's documents' best labels: probabilities (b × k) float32, falling, and label ids (b × k) int64,
         ties by id, padded with −inf and −1."""
+
+    def classes_of(self, labels: Tensor) -> Tensor:
+        """What the head scores for these label ids (n,): the labels themselves, unless it scores groups of them."""
+        return labels
 
     def step(self, lr: float, max_norm: float | None = None) -> None:
         """Move the rows by the mean of the stored gradients; with `max_norm` all rows' gradient is clipped to it."""
@@ -93,6 +97,12 @@ class LabelHead(ABC):
     def load_shared_state(self, state: Mapping[str, Tensor]) -> None:
         for name, layer in self.layers.items():
             layer.step_count = int(state[f"{name}.step"])
+
+
+def own_rows(x: Tensor, sizes: list[int]) -> Tensor:
+    """This rank's documents' rows of a result for all ranks' documents."""
+    start = sum(sizes[: rank_index()])
+    return x[start : start + sizes[rank_index()]]
 
 
 def _of_layer(reader: HeadReader, layer: str) -> Callable[[str, int, int], Tensor]:

@@ -20,7 +20,7 @@ from xmc.errors import InputError
 from xmc.nn.candidates import CandidateLabelLayer, best_of_pairs, group_candidates
 from xmc.nn.dense_layer import DenseLabelLayer, positive_keys
 from xmc.nn.encoders import Encoder
-from xmc.nn.heads.base import LabelHead
+from xmc.nn.heads.base import LabelHead, own_rows
 from xmc.nn.optimisers import RowOptimiserConfig
 from xmc.nn.sharding import (
     LabelBlock,
@@ -30,7 +30,6 @@ from xmc.nn.sharding import (
     gather_ragged,
     gather_rows,
     merge_best_keys,
-    rank_index,
     sum_over_ranks,
     unpack_keys,
 )
@@ -214,7 +213,7 @@ class LightXmlHead(LabelHead):
         lr: float | None,
     ) -> Tensor:
         H = gather_embeddings(h, sizes, self.gradient_scale)
-        groups, owners = _with_true_clusters(drawn, clusters, documents, self.num_recalled)
+        groups, owners = with_true_clusters(drawn, clusters, documents, self.num_recalled)
         candidates = group_candidates(groups, owners, self.offsets, self.rank.block, H.shape[0])
         mine = self.rank.block.owns(positions)
         located = candidates.locate(positions[mine] - self.rank.block.start, documents[mine])
@@ -226,7 +225,7 @@ class LightXmlHead(LabelHead):
         """(b × recalled_clusters) this rank's documents' best clusters, −1 padding: what static negatives are drawn."""
         sizes = [c[0] for c in gather_counts(outputs[0].shape[0], device=outputs[0].device)]
         keys = self.recall.best_keys(gather_rows(outputs[0], sizes), self.config.recalled_clusters)
-        return _own(unpack_keys(keys)[1], sizes)
+        return own_rows(unpack_keys(keys)[1], sizes)
 
     @torch.no_grad()
     def top_k(self, outputs: tuple[Tensor, ...], k: int) -> tuple[Tensor, Tensor]:
@@ -234,7 +233,9 @@ class LightXmlHead(LabelHead):
         E = gather_rows(outputs[0], sizes)
         if self.order is None:
             scores, ids = self.recall.top_k(E, k)
-            return _own(torch.sigmoid(scores).masked_fill(ids < 0, float("-inf")), sizes), _own(ids, sizes)
+            return own_rows(torch.sigmoid(scores).masked_fill(ids < 0, float("-inf")), sizes), own_rows(
+                ids, sizes
+            )
         H = gather_rows(outputs[1], sizes)
         recall, drawn = self.recall.top_k(E, self.config.recalled_clusters)
         valid = drawn >= 0
@@ -250,7 +251,7 @@ class LightXmlHead(LabelHead):
         labels = self.order[candidates.rows_of_pairs() + self.rank.block.start]
         best = merge_best_keys(best_of_pairs(candidates, scores, labels, k), k)
         scores, ids = unpack_keys(best)
-        return _own(scores, sizes), _own(ids, sizes)
+        return own_rows(scores, sizes), own_rows(ids, sizes)
 
     def shared_state(self) -> dict[str, Tensor]:
         """With the clusters: `label_order` (L,) and `cluster_offsets` (K+1,), which rows on disk are ordered by."""
@@ -265,13 +266,7 @@ class LightXmlHead(LabelHead):
             raise InputError("light_xml: the saved rows belong to another clustering of the labels")
 
 
-def _own(x: Tensor, sizes: list[int]) -> Tensor:
-    """This rank's documents' rows of a result for all ranks' documents."""
-    start = sum(sizes[: rank_index()])
-    return x[start : start + sizes[rank_index()]]
-
-
-def _with_true_clusters(
+def with_true_clusters(
     drawn: Tensor, clusters: Tensor, documents: Tensor, num_clusters: int
 ) -> tuple[Tensor, Tensor]:
     """(group, document) entries (n,): every true cluster, then the best drawn ones (B × m, falling, −1 padding) until a

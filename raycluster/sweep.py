@@ -1,0 +1,347 @@
+"""Ray Tune over trials that are whole training runs: Optuna proposes them, ASHA ends those that fall behind.
+
+What a trial is and what it measured stands in its own directory, written by the driver alone. A sweep whose driver was
+killed is rebuilt from these records through the interfaces of the search and of the scheduler, so that both know what
+they knew; Tune's own snapshot would forget the scheduler's part, and it is pickled. Knows nothing of any setting.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search import Searcher
+
+from xmc.errors import InputError
+from xmc.evaluation.trials import Objective, Trial, best, load_trials
+from xmc.files import atomic_write_text
+
+ERROR_FILE = "error.txt"
+# What a trial's driver reserves; its training group asks for its own.
+_DRIVER_CPUS = 0.1
+# At every rung, after 1, 3, 9 … reports, about a third of the trials goes on.
+_REDUCTION, _MOST_REPORTS = 3, 3**12
+# Proposals that were tried before are passed over so often, by the search and then by chance, before it ends.
+_PROPOSALS, _RANDOM_PROPOSALS = 20, 200
+_SECONDS_BETWEEN_SIGNS = 60.0
+# A report as Tune gets it: the metrics, their place among the trial's reports, and the state that follows from it.
+_METRICS, _PLACE, _STATE = "metrics", "place", "state"
+_ENVIRONMENT = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the records are the log
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # their first lines are said, their files named
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a failed trial reports no metrics
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # it would end a sweep that the user stops as if that were complete
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths stay what they are
+}
+
+# `space(trial)` asks an Optuna trial for values and gives the settings that follow from them.
+Space = Callable[[optuna.Trial], dict[str, Any]]
+# `train(trial, home, report)`, in an actor: calls `report(metrics)` on its way and returns the final metrics.
+Train = Callable[[Trial, Path, Callable[[dict[str, float]], None]], dict[str, float]]
+
+
+def room(cpus: float, gpus: float) -> int:
+    """How many trials fit at once if each one's training group takes so much; at least one.
+
+    A whole CPU stays free for Ray Data, whose tasks ask for one: a trial that waits for it cannot wait for ever.
+    """
+    have = ray.cluster_resources()
+    fits = (have.get("CPU", 1) - 1) / (cpus + _DRIVER_CPUS)
+    if gpus:
+        fits = min(fits, have.get("GPU", 0) / gpus)
+    return max(1, int(fits))
+
+
+def run_trials(
+    root: Path,
+    space: Space,
+    train: Train,
+    objective: Objective,
+    num_trials: int,
+    at_once: int,
+    seed: int,
+    on_end: Callable[[Trial], None],
+    say: Callable[[str], None],
+) -> list[Trial]:
+    """Bring the sweep whose trials live below `root` to `num_trials` ended ones; return all of them by number.
+
+    `on_end` hears of every trial that is done, stopped or failed. Trials that a killed driver left are taken up again.
+    """
+    past = load_trials(root)
+    ended = [trial for trial in past if trial.state != "running"]
+    if len(ended) >= num_trials:
+        return past
+    trials = {trial.number: trial for trial in past}
+    search = Search(space, objective, seed, root, trials)
+    os.environ.update(_ENVIRONMENT)
+    # It would name failed trials once more, by other names.
+    logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
+    storage = root.parent / ".tune"
+    shutil.rmtree(storage, ignore_errors=True)
+    tuner = tune.Tuner(
+        tune.with_resources(partial(_run_trial, train, root), {"cpu": _DRIVER_CPUS}),
+        tune_config=tune.TuneConfig(
+            search_alg=search,
+            scheduler=None if objective.minimise else _scheduler(objective, ended),
+            num_samples=num_trials - len(ended),
+            max_concurrent_trials=at_once,
+        ),
+        run_config=tune.RunConfig(
+            name="trials",
+            storage_path=str(storage),
+            failure_config=tune.FailureConfig(max_failures=1),
+            callbacks=[Book(root, trials, objective, num_trials, on_end, say)],
+            verbose=0,
+        ),
+    )
+    tuner.fit()
+    shutil.rmtree(storage, ignore_errors=True)
+    if search.exhausted:
+        say(f"every configuration of the space was tried: {len(trials)} trials in place of {num_trials}")
+    return [trials[number] for number in sorted(trials)]
+
+
+def _scheduler(objective: Objective, ended: Sequence[Trial]) -> ASHAScheduler:
+    """ASHA that has seen the reports of earlier trials."""
+    scheduler = ASHAScheduler(
+        time_attr="training_iteration",
+        metric=f"{_METRICS}/{objective.metric}",
+        mode="max",
+        max_t=_MOST_REPORTS,
+        reduction_factor=_REDUCTION,
+    )
+    for trial in ended:
+        known = SimpleNamespace(trial_id=f"earlier-{trial.number}")
+        scheduler.on_trial_add(None, known)
+        for place, report in enumerate(trial.reports):
+            result = {f"{_METRICS}/{key}": value for key, value in report.items()}
+            scheduler.on_trial_result(None, known, result | {"training_iteration": place + 1})
+    return scheduler
+
+
+# ------------------------------------------------------------------------------------------------ in an actor
+
+
+def _run_trial(train: Train, root: Path, config: dict[str, Any]) -> None:
+    """One trial. What it reported before its driver or its machine died is reported again, then it goes on.
+
+    An InputError is the trial's result: its settings do not work. Any other error is Tune's, which tries once more.
+    """
+    home = root / config["trial"]
+    trial, failure = Trial.load(home), home / ERROR_FILE
+    for place, metrics in enumerate(trial.reports):
+        _report(metrics, place)
+    known = {json.dumps(metrics, sort_keys=True) for metrics in trial.reports}
+    count = len(trial.reports)
+
+    def report(metrics: dict[str, float]) -> None:
+        nonlocal count
+        # A training that goes on from its checkpoint repeats the measurements since then.
+        if json.dumps(metrics, sort_keys=True) not in known:
+            _report(metrics, count)
+            count += 1
+
+    try:
+        metrics, state = train(trial, home, report), "done"
+    except Exception as error:
+        atomic_write_text(failure, f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}")
+        if not isinstance(error, InputError):
+            raise
+        metrics, state = {}, "failed"
+    else:
+        failure.unlink(missing_ok=True)
+    _report(metrics, count, state)
+
+
+def _report(metrics: dict[str, float], place: int, state: str = "running") -> None:
+    tune.report({_METRICS: metrics, _PLACE: place, _STATE: state})
+
+
+# ------------------------------------------------------------------------------------------------ in the driver
+
+
+class Search(Searcher):
+    """Optuna's proposals (TPE) for Tune. No configuration is tried twice; when nothing new is proposed it ends.
+
+    A trial that was stopped early counts as pruned: the search then knows that it was bad, and not how bad.
+    """
+
+    def __init__(
+        self, space: Space, objective: Objective, seed: int, root: Path, trials: dict[int, Trial]
+    ) -> None:
+        super().__init__()
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._space, self._objective, self._root, self._trials = space, objective, root, trials
+        # Earlier proposals are not drawn again here, so the same seed would begin with them once more.
+        self._seed = seed + len(trials)
+        self._study = optuna.create_study(
+            directions=["maximize", "minimize"][: len(objective.names)],
+            sampler=optuna.samplers.TPESampler(seed=self._seed),
+        )
+        self._asked: dict[str, tuple[optuna.Trial, Trial]] = {}
+        self.exhausted = False
+        for trial in trials.values():
+            if trial.state != "running":
+                self._study.enqueue_trial(trial.params)
+                asked = self._study.ask()
+                self._space(asked)
+                self._tell(asked, trial)
+        for trial in trials.values():
+            if trial.state == "running":
+                self._study.enqueue_trial(trial.params, user_attrs={"number": trial.number})
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str:
+        asked, trial = self._propose()
+        if trial is None:
+            self.exhausted = True
+            return Searcher.FINISHED
+        trial.save(self._root)
+        self._trials[trial.number] = trial
+        self._asked[trial_id] = asked, trial
+        return {"trial": trial.name}
+
+    def on_trial_complete(
+        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
+    ) -> None:
+        asked, trial = self._asked.pop(trial_id)
+        if error:
+            trial.state = "failed"
+        elif trial.state == "running":
+            trial.state = "stopped"
+        self._tell(asked, trial)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: the trials' records hold it all."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing, see `save`."""
+
+    def _propose(self) -> tuple[optuna.Trial, Trial | None]:
+        tried = {json.dumps(trial.settings, sort_keys=True) for trial in self._trials.values()}
+        sampler = self._study.sampler
+        try:
+            for attempt in range(_PROPOSALS + _RANDOM_PROPOSALS):
+                if attempt == _PROPOSALS:
+                    self._study.sampler = optuna.samplers.RandomSampler(seed=self._seed + len(tried))
+                asked = self._study.ask()
+                settings = self._space(asked)
+                if "number" in asked.user_attrs:
+                    return asked, self._trials[asked.user_attrs["number"]]
+                if json.dumps(settings, sort_keys=True) not in tried:
+                    number = max(self._trials, default=-1) + 1
+                    return asked, Trial(number, asked.params, settings)
+                self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
+        finally:
+            self._study.sampler = sampler
+        return asked, None
+
+    def _tell(self, asked: optuna.Trial, trial: Trial) -> None:
+        values = [trial.value(name) for name in self._objective.names]
+        if trial.state == "done" and None not in values:
+            self._study.tell(asked, values)
+        elif trial.state == "stopped" and values[0] is not None:
+            asked.report(values[0], len(trial.reports))
+            self._study.tell(asked, state=optuna.trial.TrialState.PRUNED)
+        else:
+            self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
+
+
+class Book(tune.Callback):
+    """Keeps the records up to date and tells the user what happens."""
+
+    def __init__(
+        self,
+        root: Path,
+        trials: dict[int, Trial],
+        objective: Objective,
+        num_trials: int,
+        on_end: Callable[[Trial], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._root, self._trials, self._objective = root, trials, objective
+        self._num_trials, self._on_end, self._print = num_trials, on_end, say
+        self._last_sign = time.monotonic()
+
+    def _trial(self, trial: Any) -> Trial:
+        return self._trials[int(trial.config["trial"])]
+
+    def _say(self, line: str) -> None:
+        self._last_sign = time.monotonic()
+        self._print(line)
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        known = self._trial(trial)
+        shown = "  ".join(f"{key}={_short(value)}" for key, value in known.settings.items())
+        self._say(f"trial {known.name}  starts  {shown}")
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        known, place = self._trial(trial), result[_PLACE]
+        again = place < len(known.reports)  # after its driver or machine died
+        known.state = result[_STATE]
+        if result[_METRICS]:
+            known.reports[place:] = [result[_METRICS]]
+        known.save(self._root)
+        if known.state == "running" and not again:
+            at = f" at step {result[_METRICS]['step']:,}" if "step" in result[_METRICS] else ""
+            self._say(f"trial {known.name}  {self._values(known)}{at}")
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._end(self._trial(trial))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._end(self._trial(trial))
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        known = self._trial(trial)
+        self._say(f"trial {known.name}  failed and is tried again  {self._reason(known)}")
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if time.monotonic() - self._last_sign > _SECONDS_BETWEEN_SIGNS:
+            ended = sum(trial.state != "running" for trial in self._trials.values())
+            running = ", ".join(trial.name for trial in self._trials.values() if trial.state == "running")
+            leader = best(self._trials.values(), self._objective)
+            shown = f"; best  {self._values(leader)} of trial {leader.name}" if leader else ""
+            self._say(f"{ended} of {self._num_trials} trials ended, running {running or 'none'}{shown}")
+
+    def _end(self, trial: Trial) -> None:
+        line = f"{trial.state}  {self._values(trial)}"
+        if trial.state == "failed":
+            trial.error = self._reason(trial)
+            line = f"failed  {trial.error}  (see {self._root / trial.name / ERROR_FILE})"
+        elif best(self._trials.values(), self._objective) is trial:
+            line += ", the best so far"
+        trial.save(self._root)
+        self._say(f"trial {trial.name}  {line}")
+        self._on_end(trial)
+
+    def _values(self, trial: Trial) -> str:
+        found = {name: trial.value(name) for name in self._objective.names}
+        return "  ".join(f"{name} {_short(value)}" for name, value in found.items() if value is not None)
+
+    def _reason(self, trial: Trial) -> str:
+        file = self._root / trial.name / ERROR_FILE
+        return file.read_text().splitlines()[0] if file.exists() else "its process died"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(_short, value)) + ")"
+    return str(value)

@@ -1,0 +1,122 @@
+"""What the search and the early stopping know after a killed driver, without Ray; and trials that run on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+from ray.tune.schedulers import TrialScheduler
+from ray.tune.search import Searcher
+
+from raycluster import sweep
+from raycluster.sweep import Search, room, run_trials
+from xmc.errors import InputError
+from xmc.evaluation.trials import Objective, Trial, load_trials
+
+PRECISION = Objective("P@1")
+
+
+def space(trial: optuna.Trial) -> dict[str, Any]:
+    return {"x": trial.suggest_float("x", 0, 1), "kind": trial.suggest_categorical("kind", ["a", "b"])}
+
+
+def ended(number: int, x: float, *values: float, state: str = "done") -> Trial:
+    reports = [{"P@1": value} for value in values]
+    return Trial(number, {"x": x, "kind": "a"}, {"x": x, "kind": "a"}, state, reports)  # type: ignore[arg-type]
+
+
+def test_trials_that_were_left_are_taken_up_first_and_new_ones_follow(tmp_path: Path):
+    past = [ended(0, 0.1, 10.0), ended(1, 0.2, 20.0, state="running"), ended(2, 0.3, 30.0, state="failed")]
+    trials = {trial.number: trial for trial in past}
+    search = Search(space, PRECISION, 1, tmp_path, trials)
+    assert search.suggest("one") == {"trial": "001"}
+    assert Trial.load(tmp_path / "001") == past[1]
+    assert search.suggest("two") == {"trial": "003"}
+    assert trials[3].settings.keys() == {"x", "kind"}
+    trials[3].reports.append({"P@1": 50.0})
+    search.on_trial_complete("two", {})
+    assert trials[3].state == "stopped"  # it never said that it was done
+    search.on_trial_complete("one", error=True)
+    assert trials[1].state == "failed"
+
+
+def test_the_search_learns_from_records_what_it_would_have_learnt_itself(tmp_path: Path):
+    past = {i: ended(i, i / 20, float(i)) for i in range(20)}  # more of x is better
+    search = Search(space, PRECISION, 1, tmp_path, past)
+    for i in range(5):
+        search.suggest(str(i))
+    assert min(past[number].settings["x"] for number in range(20, 25)) > 0.5
+
+
+def test_no_configuration_is_tried_twice_and_a_small_space_ends(tmp_path: Path):
+    trials: dict[int, Trial] = {}
+    search = Search(lambda t: {"n": t.suggest_int("n", 1, 5)}, PRECISION, 1, tmp_path, trials)
+    proposed = []
+    while (found := search.suggest(str(len(proposed)))) != Searcher.FINISHED:
+        proposed.append(found)
+        trials[len(proposed) - 1].reports.append({"P@1": 1.0})
+        trials[len(proposed) - 1].state = "done"
+        search.on_trial_complete(str(len(proposed) - 1), {})
+    assert sorted(trial.settings["n"] for trial in trials.values()) == [1, 2, 3, 4, 5]
+    assert search.exhausted
+
+
+def test_early_stopping_remembers_earlier_trials():
+    earlier = [ended(0, 0.5, 50.0, 60.0, 70.0), ended(1, 0.5, 40.0, state="stopped")]
+    new = SimpleNamespace(trial_id="new")
+
+    def decide(scheduler: Any, value: float) -> str:
+        scheduler.on_trial_add(None, new)
+        return scheduler.on_trial_result(None, new, {"metrics/P@1": value, "training_iteration": 1})
+
+    assert decide(sweep._scheduler(PRECISION, []), 10.0) == TrialScheduler.CONTINUE
+    assert decide(sweep._scheduler(PRECISION, earlier), 10.0) == TrialScheduler.STOP
+    assert decide(sweep._scheduler(PRECISION, earlier), 55.0) == TrialScheduler.CONTINUE
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "fit"), [(1.0, 0, 1), (0.2, 0, 3), (4.0, 0, 1), (0.2, 1, 1), (0.2, 0.5, 2)]
+)
+def test_as_many_trials_at_once_as_leave_a_cpu_free(cpus: float, gpus: float, fit: int, monkeypatch):
+    monkeypatch.setattr(sweep.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
+    assert room(cpus, gpus) == fit
+
+
+# ------------------------------------------------------------------------------------------------ on Ray
+
+
+def train(trial: Trial, home: Path, report: Any) -> dict[str, float]:
+    """Trial 1 cannot work; trial 2 loses its process once; the others learn what x lets them."""
+    (home / "attempts").open("a").write("once\n")
+    if trial.number == 1:
+        raise InputError("no such setting")
+    if trial.number == 2 and (home / "attempts").read_text().count("once") == 1:
+        report({"P@1": 1.0, "step": 1.0})
+        raise RuntimeError("the machine is gone")
+    for step in range(1, 4):
+        report({"P@1": float(step), "step": float(step)})
+    return {"P@1": 10.0 + trial.settings["x"]}
+
+
+@pytest.mark.slow
+def test_a_trial_that_fails_ends_nothing_and_one_that_dies_goes_on(ray_session: None, tmp_path: Path):
+    heard: list[str] = []
+    over: list[Trial] = []
+    trials = run_trials(tmp_path, space, train, PRECISION, 4, 2, 1, over.append, heard.append)
+    assert trials == load_trials(tmp_path)
+    assert [trial.state for trial in trials] == ["done", "failed", "done", "done"]
+    assert sorted(trial.number for trial in over) == [0, 1, 2, 3]
+    assert (
+        tmp_path / "001" / "attempts"
+    ).read_text() == "once\n"  # settings that do not work are not tried again
+    assert trials[1].error == "InputError: no such setting"
+    assert "Traceback" in (tmp_path / "001" / "error.txt").read_text()
+    # What trial 2 reported before it died is not reported twice.
+    assert [report["P@1"] for report in trials[2].reports[:-1]] == [1.0, 2.0, 3.0]
+    assert any("tried again" in line for line in heard)
+    assert run_trials(tmp_path, space, train, PRECISION, 4, 2, 1, over.append, heard.append) == trials
+    assert json.loads((tmp_path / "000" / "trial.json").read_text())["state"] == "done"
