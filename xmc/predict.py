@@ -43,7 +43,9 @@ def main() -> None:
 
     model = model_directory(arguments.run)
     if check_format(arguments.output) != ".jsonl" and arguments.explain:
-        raise InputError(f"{arguments.output}: explanations are written as JSON lines; let the name end in .jsonl")
+        raise InputError(
+            f"{arguments.output}: explanations are written as JSON lines; let the name end in .jsonl"
+        )
     config = CorpusConfig(text_field=arguments.text_field, id_field=arguments.id_field)
     with standard_input_file() if arguments.input == "-" else nullcontext(Path(arguments.input)) as path:
         session.connect()

@@ -12,7 +12,9 @@ def trial(number: int, state: str, precision: float, seconds: float | None = Non
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path):
     written = [
-        Trial(12, {"rate": 1e-3}, {"train.fractions": [0.5, 0.5], "a": None}, "failed", [{"P@1": 3.0}], "why"),
+        Trial(
+            12, {"rate": 1e-3}, {"train.fractions": [0.5, 0.5], "a": None}, "failed", [{"P@1": 3.0}], "why"
+        ),
         trial(3, "done", 50.0),
     ]
     for record in written:

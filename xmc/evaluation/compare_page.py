@@ -173,10 +173,11 @@ def _grid(comparison: Comparison, families: Sequence[str]) -> list[list[str]]:
 def _panels(comparison: Comparison, grid: Sequence[Sequence[str]], shown: Sequence[int]) -> tuple[Any, Any]:
     """A figure with one axes a metric, a line for each of the runs `shown`, their names at the left."""
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     columns = max(map(len, grid))
-    figure = Canvas(figsize=(11.5, len(grid) * (0.75 + 0.27 * len(shown))), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.12)
+    layout = ConstrainedLayoutEngine(h_pad=0.12)
+    figure = Canvas(figsize=(11.5, len(grid) * (0.75 + 0.27 * len(shown))), layout=layout)
     axes = figure.subplots(len(grid), columns, squeeze=False, sharey=True)
     labels = [f"{number + 1}  {_shortened(comparison.runs[number].name)}" for number in shown]
     for i, row in enumerate(grid):

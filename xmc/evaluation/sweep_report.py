@@ -117,7 +117,7 @@ def _fractions(trial: Trial) -> tuple[float, ...]:
 
 
 def plot_parallel(trials: Sequence[Trial], objective: Objective, path: Path) -> Path:
-    """One vertical axis for each choice of the search and for the metric; a line a trial, stopped ones thin and grey."""
+    """One vertical axis for each choice of the search and for the metric; a line a trial, stopped ones thin, grey."""
     chosen = list(dict.fromkeys(name for trial in trials for name in trial.params))
     columns = [_Column([trial.params.get(name) for trial in trials]) for name in chosen]
     columns.append(_Column([trial.value(objective.metric) for trial in trials]))
@@ -219,7 +219,7 @@ def plot_clusters(
 def plot_partitions(
     divided: Sequence[tuple[Trial, tuple[float, ...]]], objective: Objective, path: Path
 ) -> Path:
-    """The metric by the partition, by number of clusters and falling share of the head: the best trial of each large."""
+    """The metric by the partition, by number of clusters and falling share of the head: each one's best trial large."""
     partitions = sorted({fractions for _, fractions in divided}, key=lambda f: (len(f), -f[0]))
     found = [
         [float(t.value(objective.metric) or 0.0) for t, f in divided if f == wanted] for wanted in partitions

@@ -40,7 +40,9 @@ class LinearConfig:
 
     def __post_init__(self) -> None:
         if self.beam < 1 or self.negative_beam < 1:
-            raise InputError(f"beam={self.beam}, negative_beam={self.negative_beam}: at least one node is needed")
+            raise InputError(
+                f"beam={self.beam}, negative_beam={self.negative_beam}: at least one node is needed"
+            )
         if self.negatives == "all":
             raise InputError("negatives='all' is for the root; below it choose tfn, man or tfn+man")
 

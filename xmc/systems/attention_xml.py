@@ -156,12 +156,12 @@ def _num_levels(config: Config, num_labels: int) -> int:
 
 
 def _settings_of(config: Config) -> dict[str, Any]:
-    """The settings that a trained network follows from, besides its inputs."""
-    model = asdict(config.model) | {"mode": None, "levels_at_once": None}
+    """The settings that a trained network follows from, besides its inputs, candidates among them."""
     return {
         "words": asdict(config.words),
         "encoder": asdict(config.encoder),
-        "model": model,
+        "hidden_widths": config.model.hidden_widths,
+        "attention": config.model.attention,
         "engine": asdict(config.engine),
         "train": asdict(config.train),
         "seed": config.seed,
@@ -284,7 +284,7 @@ def _levels_stage(config: Config, num_labels: int) -> Stage:
         pool.run_all(jobs, min(pool.room(cpus), len(jobs)), out / "messages.txt")
         print(f"  {len(jobs)} levels trained at once in {time.monotonic() - began:.0f} s", flush=True)
 
-    settings = _settings_of(config) | {"tree": asdict(config.tree)}
+    settings = _settings_of(config) | {"tree": asdict(config.tree), "candidates": config.model.candidates}
     return Stage("levels", settings, run, ("corpus", "tokens", "words", "clusters"), resumes=True)
 
 
