@@ -192,7 +192,7 @@ def test_sixteen_bits_are_safe_where_the_plain_product_is_not(dtype: torch.dtype
     (loss * scale).backward()
     wide = [x.detach().double().requires_grad_() for x in (h, a, *t)]
     expected = _expected(wide, head, targets)
-    torch.testing.assert_close(float(loss), float(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(float(loss.detach()), float(expected.detach()), rtol=1e-5, atol=1e-6)
     expected.backward()
     for got, wanted in zip((h, a, t[0]), wide, strict=False):
         assert torch.isfinite(got.grad).all()
