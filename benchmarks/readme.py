@@ -35,26 +35,33 @@ def quality() -> list[str]:
         lines += [
             f"**{data_set}**",
             "",
-            "| | " + " | ".join(FIGURES) + " | time | memory of a rank |",
+            "| | " + " | ".join(FIGURES) + " | time | memory |",
             "|" + "---|" * 9,
         ]
         lines += [
             "| " + name + " | " + " | ".join(f"{v:.2f}" for v in values) + " | | |"
             for name, values in peers.items()
         ]
-        for run in ours:
-            settings, results = run["settings"], run["results"]
-            name = f"{settings['system']}{described(settings)}"
-            figures = " | ".join(f"{results['metrics'][key]:.2f}" for key in FIGURES)
-            minutes = results["seconds"] / 60
-            lines.append(
-                f"| **{name}** | {figures} | {minutes:.0f} min | {results['peak_gb'].get('rank', 0):.1f} GB |"
-            )
+        lines += [row for run in ours for row in quality_rows(run)]
         lines += [
             "",
             *(f"- `{command(run)}` ({when(run)}). {run.get('note', '')}".rstrip() for run in ours),
             "",
         ]
+    return lines
+
+
+def quality_rows(run: dict[str, Any]) -> list[str]:
+    """A row for a run, or one for each of its variants. Time is of the whole command, memory of its largest process."""
+    settings, results = run["settings"], run["results"]
+    name = f"{settings['system']}{described(settings)}"
+    measured = {f"{name}, {variant}": found for variant, found in results.get("variants", {}).items()}
+    costs = f"{results['seconds'] / 60:.0f} min | {max(results['peak_gb'].values()):.1f} GB |"
+    lines = []
+    for title, found in (measured or {name: results["metrics"]}).items():
+        figures = " | ".join(f"{found[key]:.2f}" for key in FIGURES)
+        lines.append(f"| **{title}** | {figures} | {costs}")
+        costs = '" | " |'
     return lines
 
 

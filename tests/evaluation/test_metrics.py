@@ -228,23 +228,6 @@ def test_merge_refuses_other_settings(case):
         case.metrics().merge(other)
 
 
-def test_per_document_values_make_the_figures(case):
-    truth = truth_of([*case.true_rows, []], case.num_labels)
-    predictions = top_k([*case.predicted_rows, [1]], 10)
-    metrics = case.metrics()
-    values = metrics.per_document(predictions, truth)
-    metrics.update(predictions, truth)
-    result = metrics.result()
-    for k in KS:
-        for name in ("P", "R", "nDCG"):
-            assert 100 * np.nanmean(values[f"{name}@{k}"]) == pytest.approx(result[f"{name}@{k}"])
-        for name in ("PSP", "PSnDCG"):
-            ratio = np.nansum(values[f"{name}@{k}"]) / np.nansum(values[f"best {name}@{k}"])
-            assert 100 * ratio == pytest.approx(result[f"{name}@{k}"])
-    assert values["P@1"].shape == (len(case.true_rows) + 1,)
-    assert np.isnan(values["P@1"][-1])
-
-
 def test_the_documents_parts_make_the_figures(case):
     truth = truth_of([*case.true_rows, []], case.num_labels)
     predictions = top_k([*case.predicted_rows, [1]], 10)

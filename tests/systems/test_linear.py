@@ -19,7 +19,7 @@ from xmc.linear.training import train_block
 from xmc.linear.weights import LevelWeights
 from xmc.systems import ranking
 
-SMALL = ["clusters.max_leaf_size=16", "tfidf.min_df=1"]
+SMALL = ["flat_below=10", "clusters.max_leaf_size=16", "tfidf.min_df=1"]
 RANDOM = ["encoder.name=random:bert", "encoder.max_tokens=32"]
 
 

@@ -293,24 +293,6 @@ class Metrics:
             self._hit_bands_3w,
         )
 
-    def per_document(
-        self, top_k: TopK, truth: sp.csr_matrix, num_unseen: NDArray | None = None
-    ) -> dict[str, NDArray[np.float64]]:
-        """Each document's part of each figure, as fractions, (N,) a name; NaN for documents without true labels.
-
-        P, R and nDCG are means of these. "PSP@k" and "PSnDCG@k" are the sums of their parts over the sums of
-        "best PSP@k" and "best PSnDCG@k". What this gives is not added to the accumulator.
-        """
-        truth, unseen_N = self._checked(top_k, truth, num_unseen)
-        values_NVS, _, labelled_N = self._score(top_k, truth, unseen_N)
-        values_NVS[~labelled_N] = np.nan
-        names = [*_MEANS, *(name for ratio in _RATIOS for name in (ratio, f"best {ratio}"))]
-        return {
-            f"{name}@{k}": values_NVS[:, v, s].copy()
-            for v, name in enumerate(names)
-            for s, k in enumerate(self.ks)
-        }
-
     def parts(
         self, top_k: TopK, truth: sp.csr_matrix, num_unseen: NDArray | None = None
     ) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:

@@ -92,8 +92,6 @@ class Config(CommonConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    # An ensemble: each member is this configuration with settings put over it, e.g. {encoder: {name: …}} or {seed: 2}.
-    members: tuple[dict, ...] = ()
 
 
 def stages(config: Config, corpus: Corpus, on_steps: StepCallback) -> list[Stage]:

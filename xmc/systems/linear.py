@@ -1,8 +1,9 @@
 """Linear classifiers over a shallow label tree: seconds to train, the baseline of everything else.
 
-Method: labels are clustered by the mean features of their documents; above the clusters lie as few levels as their
-number asks for; each node has a squared-hinge classifier on unit-length features, trained by dual coordinate descent
-against the documents that reach its parent. Prediction is a beam search down the tree.
+Method: labels are clustered by the mean features of their documents (few labels are not: all lie under the root);
+above the clusters lie as few levels as their number asks for; each node has a squared-hinge classifier on unit-length
+features, trained by dual coordinate descent against the documents that reach its parent. Prediction is a beam search
+down the tree.
 Loss: ½|w|² + C·Σ max(0, 1 − t·w·x)². Score: the product of the path's scores, see `linear.combine`.
 Stages: corpus → tfidf → clusters → [tokens → vectors] → train → model → evaluate. With teacher-forced negatives all
 levels train at once as Ray tasks; matcher-aware ones need the level above first.
@@ -31,7 +32,7 @@ from xmc.labels.clustering import ClusterConfig
 from xmc.labels.topk import TopK
 from xmc.labels.tree import TreeConfig, build_tree
 from xmc.linear.inputs import Inputs
-from xmc.linear.tree import LinearConfig, LinearTree
+from xmc.linear.tree import LinearConfig, LinearTree, flat_tree
 from xmc.nn.encoders import EncoderConfig, load_encoder, save_encoder
 from xmc.systems import shared_stages
 from xmc.systems.neural import StepCallback, link_tree
@@ -53,33 +54,36 @@ class Config(CommonConfig):
     # What the classifiers read: tfidf, embedding or both.
     inputs: Kind = "tfidf"
     tfidf: TfidfConfig = field(default_factory=TfidfConfig)
+    # Fewer labels than this are all children of the root: as fast as with a tree, and more precise.
+    flat_below: int = 1000
     clusters: ClusterConfig = field(default_factory=ClusterConfig)
-    tree: TreeConfig = field(default_factory=TreeConfig)
+    # Wide nodes: one level of clusters up to some 30,000 labels, two up to millions.
+    tree: TreeConfig = field(default_factory=lambda: TreeConfig(branching=512))
     linear: LinearConfig = field(default_factory=LinearConfig)
     # Of embeddings only.
     encoder: EncoderConfig = field(default_factory=lambda: EncoderConfig(layers_pooled=1, summary="mean"))
-    # An ensemble: each member is this configuration with settings put over it.
-    members: tuple[dict, ...] = ()
 
 
 def stages(config: Config, corpus: Corpus, on_steps: StepCallback) -> list[Stage]:
     """All between the corpus and the trained tree."""
-    before = [
-        shared_stages.tfidf_stage(config.tfidf),
-        shared_stages.clusters_stage(config.clusters, config.seed),
-    ]
+    before = [shared_stages.tfidf_stage(config.tfidf)]
+    if corpus.num_labels >= config.flat_below:
+        before.append(shared_stages.clusters_stage(config.clusters, config.seed))
     if config.inputs != "tfidf":
         before += [shared_stages.tokens_stage(config.encoder), _vectors_stage(config)]
 
     def run(out: Path, given: Mapping[str, Path]) -> None:
-        clusters = shared_stages.load_clusters(given["clusters"] / "clusters.safetensors")
+        tree = flat_tree(corpus.num_labels)
+        if "clusters" in given:
+            clusters = shared_stages.load_clusters(given["clusters"] / "clusters.safetensors")
+            tree = build_tree(clusters, config.tree)
         inputs = ranker_inputs(
             config.inputs,
             shared_stages.training_features(given),
             read_vectors(given["vectors"])[VECTORS] if "vectors" in given else None,
         )
         labels = shared_stages.open_corpus(given).label_matrix("train")
-        train_tree(inputs, labels, build_tree(clusters, config.tree), config.linear, config.seed, out)
+        train_tree(inputs, labels, tree, config.linear, config.seed, out)
         if "vectors" in given:
             save_encoder(load_encoder(config.encoder, config.seed), out / "encoder")
 

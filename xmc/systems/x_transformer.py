@@ -97,8 +97,6 @@ class Config(CommonConfig):
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(weight_decay=0.0, clip_norm=1.0))
     train: TrainConfig = field(default_factory=TrainConfig)
     ranker: RankerConfig = field(default_factory=RankerConfig)
-    # An ensemble: each member is this configuration with settings put over it, e.g. {index: text_emb}.
-    members: tuple[dict, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
