@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -22,7 +21,7 @@ from xmc.settings import flatten, to_mapping
 
 
 def watch_memory(process: subprocess.Popen, peaks: dict[str, float], stop: threading.Event) -> None:
-    """The largest resident memory, in GB, of a training rank and of the driver, looked at once a second."""
+    """The largest resident memory, in GB, of a training rank, another task and the driver, looked at once a second."""
     while not stop.wait(1.0):
         try:
             family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
@@ -33,8 +32,8 @@ def watch_memory(process: subprocess.Popen, peaks: dict[str, float], stop: threa
                 title, size = " ".join(member.cmdline()), member.memory_info().rss / 1e9
             except psutil.Error:
                 continue
-            kind = "rank" if "RayTrainWorker" in title else "driver" if member.pid == process.pid else ""
-            if kind:
+            kind = "rank" if "RayTrainWorker" in title else "task" if title.startswith("ray::") else "driver"
+            if kind != "driver" or member.pid == process.pid:
                 peaks[kind] = max(peaks.get(kind, 0.0), size)
 
 
@@ -50,21 +49,22 @@ def main() -> None:
     directory = ROOT / "runs" / "quality" / preset
     settings = config.load(preset, [*overrides, f"run.dir={directory}"])
     command = [sys.executable, "-m", "xmc.train", preset, *overrides, f"run.dir={directory}"]
-    peaks: dict[str, float] = {}
-    started, stop = time.monotonic(), threading.Event()
+    seen = directory / "peaks.json"  # of a command that this one goes on from
+    peaks: dict[str, float] = json.loads(seen.read_text()) if seen.exists() else {}
+    stop = threading.Event()
     process = subprocess.Popen(command, cwd=ROOT)
     watcher = threading.Thread(target=watch_memory, args=(process, peaks, stop))
     watcher.start()
     code = process.wait()
     stop.set()
     watcher.join()
+    seen.write_text(json.dumps(peaks))
     if code:
         raise SystemExit(code)
-    seconds = time.monotonic() - started
-    stages = {
-        path.parent.name.rsplit("-", 1)[0]: json.loads(path.read_text())["seconds"]
-        for path in directory.glob("stages/*/stage.json")
-    }
+    stages: dict[str, float] = {}
+    for path in directory.glob("stages/*/stage.json"):
+        name = path.parent.name.rsplit("-", 1)[0]
+        stages[name] = round(stages.get(name, 0.0) + json.loads(path.read_text())["seconds"], 1)
     logs = directory.glob("stages/*/metrics.jsonl")
     steps = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
     waiting = [step["waiting_share"] for step in steps if "waiting_share" in step]
@@ -84,7 +84,8 @@ def main() -> None:
                 if homes
                 else {"metrics": measured(directory)}
             ),
-            "seconds": round(seconds, 1),
+            # Of all stages: the command may have gone on from what an earlier one left.
+            "seconds": round(sum(stages.values()), 1),
             "stage_seconds": stages,
             "share_of_step_waiting_for_data": round(sum(waiting) / max(len(waiting), 1), 5),
             "peak_gb": {k: round(v, 2) for k, v in peaks.items()},

@@ -52,11 +52,13 @@ def quality() -> list[str]:
 
 
 def quality_rows(run: dict[str, Any]) -> list[str]:
-    """A row for a run, or one for each of its variants. Time is of the whole command, memory of its largest process."""
+    """A row for a run, or one for each of its variants. Time is of all stages, memory of the largest process."""
     settings, results = run["settings"], run["results"]
     name = f"{settings['system']}{described(settings)}"
     measured = {f"{name}, {variant}": found for variant, found in results.get("variants", {}).items()}
-    costs = f"{results['seconds'] / 60:.0f} min | {max(results['peak_gb'].values()):.1f} GB |"
+    seconds = results["seconds"]
+    time = f"{seconds / 60:.0f} min" if seconds > 300 else f"{seconds:.0f} s"
+    costs = f"{time} | {max(results['peak_gb'].values()):.1f} GB |"
     lines = []
     for title, found in (measured or {name: results["metrics"]}).items():
         figures = " | ".join(f"{found[key]:.2f}" for key in FIGURES)

@@ -1,4 +1,4 @@
-"""Runs independent jobs (ensemble members, trees) as Ray actors at once, as many as the cluster has room for.
+"""Runs independent jobs (ensemble members, trees, trials) as Ray actors at once, as many as the cluster has room for.
 
 Each job trains on resources of its own; where there is less room than jobs they queue. A job that fails is tried
 again alone: what it has finished is on disk, so it goes on from there.
@@ -15,17 +15,35 @@ import ray
 from raycluster.follow import Tail
 from xmc.errors import InputError
 
+# What a job's own actor reserves; what the job trains on asks for its resources itself.
+DRIVER_CPUS = 0.05
+
 
 class _Worker:
-    """One job's driver: its training group asks for its resources itself."""
-
     def run(self, job: Callable[[], Any]) -> Any:
         return job()
 
 
-def room(cpus_per_job: float) -> int:
-    """How many jobs fit at once, half a CPU left for Ray Data and the drivers; at least one."""
-    return max(1, int((ray.cluster_resources().get("CPU", 1) - 0.5) / max(cpus_per_job, 0.01)))
+def start(job: Callable[[], Any]) -> tuple[Any, Any]:
+    """An actor that does the job, and the reference of its result. It ends when the caller's process does, or when
+    nobody holds it any more, and what it started ends with it.
+
+    It is outside of any placement group that the caller is in: what it starts may be larger than that.
+    """
+    worker = ray.remote(num_cpus=DRIVER_CPUS, scheduling_strategy="DEFAULT")(_Worker).remote()
+    return worker, worker.run.remote(job)
+
+
+def room(cpus_per_job: float, gpus_per_job: float = 0.0) -> int:
+    """How many jobs fit at once beside their drivers; at least one.
+
+    A whole CPU stays free for tasks, which ask for one: a job that waits for its tasks cannot wait for ever.
+    """
+    have = ray.cluster_resources()
+    fits = (have.get("CPU", 1) - 1) / (cpus_per_job + DRIVER_CPUS)
+    if gpus_per_job:
+        fits = min(fits, have.get("GPU", 0) / gpus_per_job)
+    return max(1, int(fits))
 
 
 def run_all(
@@ -46,8 +64,8 @@ def run_all(
     while waiting or running:
         while waiting and len(running) < at_once:
             number, attempt = waiting.pop(0)
-            worker = ray.remote(num_cpus=0.1)(_Worker).remote()
-            running[worker.run.remote(jobs[number])] = (number, attempt, worker)
+            worker, result = start(jobs[number])
+            running[result] = (number, attempt, worker)
         finished_now, _ = ray.wait(list(running), num_returns=1, timeout=1.0)
         for line in heard.lines():
             print(line, flush=True)

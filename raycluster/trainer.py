@@ -25,7 +25,14 @@ import ray.train
 import scipy.sparse as sp
 import torch
 import torch.distributed as dist
+from ray import PlacementGroupID
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from torch import Tensor, nn
 
 from raycluster import checkpoints
@@ -51,6 +58,8 @@ SELECTED_BY = "valid_nDCG_at_5"
 STEPS_FILE = "metrics.jsonl"
 MESSAGES_FILE = "messages.txt"
 FAILURE_FILE = "failure.txt"
+# The placement group that the ranks run in.
+GROUP_FILE = "group.txt"
 
 
 @dataclass(frozen=True)
@@ -200,6 +209,7 @@ def fit(
     """
     job.out.mkdir(parents=True, exist_ok=True)
     (job.out / FAILURE_FILE).unlink(missing_ok=True)
+    _release_group(job.out / GROUP_FILE)
     shutil.rmtree(job.out / "ray", ignore_errors=True)
     use_gpu = wants_gpu(job.train)
     resources = {"CPU": job.train.cpus_per_worker or default_cpus(job.train.workers)}
@@ -222,8 +232,20 @@ def fit(
         trainer.fit()
     if (job.out / FAILURE_FILE).exists():
         raise InputError((job.out / FAILURE_FILE).read_text())
+    (job.out / GROUP_FILE).unlink(missing_ok=True)
     shutil.rmtree(job.out / "ray", ignore_errors=True)
     shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
+
+
+def _release_group(file: Path) -> None:
+    """Give back what an earlier group of this job still holds where its driver, an actor, was killed. Ray does so when
+    that driver's whole job ends; Ray Train's own cleaner asks the dashboard, which a local Ray does without."""
+    if not file.exists():
+        return
+    left = file.read_text()
+    if placement_group_table().get(left, {"state": "REMOVED"})["state"] != "REMOVED":
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(left))))
+    file.unlink()
 
 
 def wants_gpu(config: TrainConfig) -> bool:
@@ -237,8 +259,10 @@ def wants_gpu(config: TrainConfig) -> bool:
 
 
 def default_cpus(workers: int) -> float:
-    """Half a rank's share of the cluster's CPUs: Ray Data's tasks need some too."""
-    return max(0.01, round(ray.cluster_resources().get("CPU", 1) / workers / 2, 2))
+    """Half a rank's share of the cluster's CPUs, and less where that would leave no whole CPU: a task of Ray Data asks
+    for one, and drivers of members or trials for a little. A group that waits for such a task would wait for ever."""
+    cpus = ray.cluster_resources().get("CPU", 1)
+    return max(0.01, round(min(cpus / 2, cpus - 1.2) / workers, 2))
 
 
 def default_threads(workers: int) -> int:
@@ -289,6 +313,8 @@ def rate_groups(learner: Learner, config: TrainConfig, weight_decay: float) -> l
 def _train_rank(config: dict[str, Job]) -> None:
     """One rank's whole life. A mistake that the user must mend ends the group without a retry."""
     job = config["job"]
+    if dist.get_rank() == 0 and (group := get_current_placement_group()) is not None:
+        atomic_write_text(job.out / GROUP_FILE, group.id.hex())
     try:
         _Loop(job).run()
     except InputError as error:

@@ -85,7 +85,9 @@ class Model:
 def explanations(predictor: Predictor, texts: Sequence[str], top: TopK) -> list[list[dict[str, Any]]]:
     """What a predictor read for each text and each of its labels (N × k), where its system can say it."""
     if not hasattr(predictor, "explain"):
-        raise InputError("this model's system does not say what it read for a label")
+        raise InputError(
+            "this model's system does not say what it read for a label; attention_xml and treader_xml do"
+        )
     return predictor.explain(texts, top)
 
 

@@ -53,6 +53,8 @@ def dashboard() -> Iterator[str]:
     )
     command = [BIN / "ray", "start", "--head", "--block", f"--port={free_port()}", f"--dashboard-port={port}"]
     command += ["--num-cpus=2", "--object-store-memory=300000000", f"--temp-dir={temporary}"]
+    # Its usual port may be another cluster's of this machine, and without its agent a node takes no jobs.
+    command += [f"--dashboard-agent-listen-port={free_port()}"]
     head = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         address = f"http://127.0.0.1:{port}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-SYSTEMS = ("linear", "light_xml", "x_transformer", "aplc_xlnet")
+SYSTEMS = ("attention_xml", "linear", "light_xml", "x_transformer", "aplc_xlnet", "treader_xml")
 
 
 def find_system(name: str) -> ModuleType:
