@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.record import record
+from benchmarks.record import peak_rss_gb, record
 from xmc.nn.encoders import EncoderConfig, load_encoder
 from xmc.nn.engine import Engine, EngineConfig
 from xmc.nn.heads.light_xml import LabelClusters, LightXmlHead, LightXmlHeadConfig, LightXmlModule
@@ -145,13 +144,13 @@ def memory_of_rank(rank: int, world: int, port: int, batch: int) -> None:
     mine = Ragged(
         targets.ids.view(batch, 5)[share].reshape(-1), torch.arange(0, 5 * (share.stop - share.start) + 1, 5)
     )
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_rss_gb()
     head = make_head("670K clustered", width)
     for _ in range(3):
         head.loss(tuple(output[share] for output in outputs), mine, lr=1e-4).backward()
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    grown = peak_rss_gb() - before
     if rank == 0:
-        print(json.dumps({"mb": (after - before) / 1024}), flush=True)
+        print(json.dumps({"mb": grown * 1e9 / 2**20}), flush=True)
     dist.destroy_process_group()
 
 

@@ -5,8 +5,7 @@
 All read the same TF-IDF (bigrams, sublinear, 300,000 columns at most) from disk, each in a process of its own, and
 use the same number of threads. Time is of everything between features and model: label features, tree, classifiers;
 compilation of our kernels is left out: they run once on little data. Memory is the peak of the process; what it had
-with its libraries and the data loaded, before training, stands beside it. Our settings
-are the presets'; they were chosen on validation parts of the training documents.
+with its libraries and the data loaded, before training, stands beside it. Our settings are the presets'.
 """
 
 from __future__ import annotations

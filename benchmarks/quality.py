@@ -44,6 +44,15 @@ def measured(directory: Path) -> dict[str, float]:
     return {key: round(value, 2) for key, value in values.items() if value is not None and "." not in key}
 
 
+def stage_seconds(directory: Path) -> dict[str, float]:
+    """What each kind of stage of a run took; variants have several of a kind."""
+    seconds: dict[str, float] = {}
+    for path in directory.glob("stages/*/stage.json"):
+        name = path.parent.name.rsplit("-", 1)[0]
+        seconds[name] = round(seconds.get(name, 0.0) + json.loads(path.read_text())["seconds"], 1)
+    return seconds
+
+
 def main() -> None:
     preset, *overrides = sys.argv[1:]
     directory = ROOT / "runs" / "quality" / preset
@@ -61,10 +70,7 @@ def main() -> None:
     seen.write_text(json.dumps(peaks))
     if code:
         raise SystemExit(code)
-    stages: dict[str, float] = {}
-    for path in directory.glob("stages/*/stage.json"):
-        name = path.parent.name.rsplit("-", 1)[0]
-        stages[name] = round(stages.get(name, 0.0) + json.loads(path.read_text())["seconds"], 1)
+    stages = stage_seconds(directory)
     logs = directory.glob("stages/*/metrics.jsonl")
     steps = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
     waiting = [step["waiting_share"] for step in steps if "waiting_share" in step]

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.linear import THREADS, precision, prepare, read
+from benchmarks.quality import measured, stage_seconds
 from benchmarks.record import SHARED_DATA, record, run_peer
 
 DATA = SHARED_DATA / "debian-tags"
@@ -41,16 +42,11 @@ def ours(data: Path, run: Path, steps: int) -> dict[str, float]:
     command = [sys.executable, "-m", "xmc.train", "x_transformer.debian_tags"]
     options = [f"corpus.path={data}", f"run.dir={run}", f"train.updates={steps}"]
     subprocess.run([*command, *options], check=True)
-    seconds = {
-        path.parent.name.rsplit("-", 1)[0]: json.loads(path.read_text())["seconds"]
-        for path in run.glob("stages/*/stage.json")
-    }
-    (found,) = run.glob("stages/evaluate-*/metrics.json")
-    counted = {name: value for name, value in seconds.items() if name not in LEFT_OUT}
+    counted = {name: value for name, value in stage_seconds(run).items() if name not in LEFT_OUT}
     return {
         "train_seconds": round(sum(counted.values()), 1),
-        **{f"{name}_seconds": round(value, 1) for name, value in counted.items()},
-        "P@1": round(json.loads(found.read_text())["values"]["P@1"], 2),
+        **{f"{name}_seconds": value for name, value in counted.items()},
+        "P@1": measured(run)["P@1"],
     }
 
 

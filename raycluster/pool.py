@@ -1,4 +1,4 @@
-"""Runs independent jobs (ensemble members, trees, trials) as Ray actors at once, as many as the cluster has room for.
+"""Runs independent jobs (ensemble members, trees, levels) as Ray actors at once, as many as the cluster has room for.
 
 Each job trains on resources of its own; where there is less room than jobs they queue. A job that fails is tried
 again alone: what it has finished is on disk, so it goes on from there.

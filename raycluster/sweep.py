@@ -20,18 +20,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import optuna
-import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import Searcher
 
+from raycluster.pool import DRIVER_CPUS
 from xmc.errors import InputError
 from xmc.evaluation.trials import Objective, Trial, best, load_trials
 from xmc.files import atomic_write_text
 
 ERROR_FILE = "error.txt"
-# What a trial's driver reserves; its training group asks for its own.
-_DRIVER_CPUS = 0.1
 # At every rung, after 1, 3, 9 … reports, about a third of the trials goes on.
 _REDUCTION, _MOST_REPORTS = 3, 3**12
 # Proposals that were tried before are passed over so often, by the search and then by chance, before it ends.
@@ -52,18 +50,6 @@ _ENVIRONMENT = {
 Space = Callable[[optuna.Trial], dict[str, Any]]
 # `train(trial, home, report)`, in an actor: calls `report(metrics)` on its way and returns the final metrics.
 Train = Callable[[Trial, Path, Callable[[dict[str, float]], None]], dict[str, float]]
-
-
-def room(cpus: float, gpus: float) -> int:
-    """How many trials fit at once if each one's training group takes so much; at least one.
-
-    A whole CPU stays free for Ray Data, whose tasks ask for one: a trial that waits for it cannot wait for ever.
-    """
-    have = ray.cluster_resources()
-    fits = (have.get("CPU", 1) - 1) / (cpus + _DRIVER_CPUS)
-    if gpus:
-        fits = min(fits, have.get("GPU", 0) / gpus)
-    return max(1, int(fits))
 
 
 def run_trials(
@@ -93,7 +79,7 @@ def run_trials(
     storage = root.parent / ".tune"
     shutil.rmtree(storage, ignore_errors=True)
     tuner = tune.Tuner(
-        tune.with_resources(partial(_run_trial, train, root), {"cpu": _DRIVER_CPUS}),
+        tune.with_resources(partial(_run_trial, train, root), {"cpu": DRIVER_CPUS}),
         tune_config=tune.TuneConfig(
             search_alg=search,
             scheduler=None if objective.minimise else _scheduler(objective, ended),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -60,27 +59,26 @@ def main() -> None:
     texts = json.loads((directory / "texts.json").read_text())
     x, y, x_test = (sp.load_npz(directory / f"{name}.npz") for name in ("X", "Y", "X_test"))
     baseline = peak_rss_gb()
-    with tempfile.TemporaryDirectory():
-        start = time.perf_counter()
-        train_params, pred_params = settings(encoder, steps)
-        model = XTransformer.train(
-            MLProblemWithText(texts["train"], y, X_feat=x),
-            train_params=train_params,
-            pred_params=pred_params,
-            truncate_length=TOKENS,
-            threads=threads,
-        )
-        trained = time.perf_counter()
-        scores = model.predict(
-            texts["test"],
-            x_test,
-            only_topk=PLACES,
-            beam_size=10,
-            batch_size=BATCH,
-            threads=threads,
-            use_gpu=False,
-        )
-        done = time.perf_counter()
+    start = time.perf_counter()
+    train_params, pred_params = settings(encoder, steps)
+    model = XTransformer.train(
+        MLProblemWithText(texts["train"], y, X_feat=x),
+        train_params=train_params,
+        pred_params=pred_params,
+        truncate_length=TOKENS,
+        threads=threads,
+    )
+    trained = time.perf_counter()
+    scores = model.predict(
+        texts["test"],
+        x_test,
+        only_topk=PLACES,
+        beam_size=10,
+        batch_size=BATCH,
+        threads=threads,
+        use_gpu=False,
+    )
+    done = time.perf_counter()
     rows = [scores[row] for row in range(scores.shape[0])]
     np.save(out, padded([row.indices[np.argsort(-row.data)][:PLACES] for row in rows]))
     figures = {

@@ -34,3 +34,11 @@ def test_what_the_user_must_mend_is_not_tried_again(ray_session: None, tmp_path:
     with pytest.raises(InputError, match="seven"):
         pool.run_all([partial(work, 7, tmp_path)], 1, tmp_path / "messages.txt")
     assert (tmp_path / "messages.txt").read_text().count("job 7") == 1
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "fit"), [(1.0, 0, 1), (0.2, 0, 4), (4.0, 0, 1), (0.2, 1, 1), (0.2, 0.5, 2)]
+)
+def test_as_many_jobs_at_once_as_leave_a_cpu_free(cpus: float, gpus: float, fit: int, monkeypatch):
+    monkeypatch.setattr(pool.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
+    assert pool.room(cpus, gpus) == fit

@@ -13,7 +13,7 @@ from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
 from raycluster import sweep
-from raycluster.sweep import Search, room, run_trials
+from raycluster.sweep import Search, run_trials
 from xmc.errors import InputError
 from xmc.evaluation.trials import Objective, Trial, load_trials
 
@@ -76,14 +76,6 @@ def test_early_stopping_remembers_earlier_trials():
     assert decide(sweep._scheduler(PRECISION, []), 10.0) == TrialScheduler.CONTINUE
     assert decide(sweep._scheduler(PRECISION, earlier), 10.0) == TrialScheduler.STOP
     assert decide(sweep._scheduler(PRECISION, earlier), 55.0) == TrialScheduler.CONTINUE
-
-
-@pytest.mark.parametrize(
-    ("cpus", "gpus", "fit"), [(1.0, 0, 1), (0.2, 0, 3), (4.0, 0, 1), (0.2, 1, 1), (0.2, 0.5, 2)]
-)
-def test_as_many_trials_at_once_as_leave_a_cpu_free(cpus: float, gpus: float, fit: int, monkeypatch):
-    monkeypatch.setattr(sweep.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
-    assert room(cpus, gpus) == fit
 
 
 # ------------------------------------------------------------------------------------------------ on Ray

@@ -54,10 +54,10 @@ class Config(CommonConfig):
     # What the classifiers read: tfidf, embedding or both.
     inputs: Kind = "tfidf"
     tfidf: TfidfConfig = field(default_factory=TfidfConfig)
-    # Fewer labels than this are all children of the root: as fast as with a tree, and more precise.
+    # Fewer labels than this are all children of the root: none is lost on the way down, and training is short anyway.
     flat_below: int = 1000
     clusters: ClusterConfig = field(default_factory=ClusterConfig)
-    # Wide nodes: one level of clusters up to some 30,000 labels, two up to millions.
+    # Wide nodes: a path that is lost is lost for good, so there should be few levels.
     tree: TreeConfig = field(default_factory=lambda: TreeConfig(branching=512))
     linear: LinearConfig = field(default_factory=LinearConfig)
     # Of embeddings only.
