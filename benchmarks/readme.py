@@ -68,13 +68,18 @@ def quality_rows(run: dict[str, Any]) -> list[str]:
 
 
 def described(settings: dict[str, Any]) -> str:
-    """What a network was trained with: encoder, tokens, length of training."""
+    """What a network was trained with: what reads the text, how much of it, length of training."""
     if "train.epochs" not in settings:
         return ""
+    reader = (
+        f"BiLSTM, {settings['words.max_words']} words"
+        if settings["system"] == "attention_xml"
+        else (f"{settings['encoder.name']}, {settings['encoder.max_tokens']} tokens")
+    )
     length = f"{settings['train.epochs']} epoch(s)"
     if settings.get("train.updates"):
         length = f"{settings['train.updates']} updates of {settings['train.batch_size']}"
-    return f", {settings['encoder.name']}, {settings['encoder.max_tokens']} tokens, {length}"
+    return f", {reader}, {length}"
 
 
 def command(run: dict[str, Any]) -> str:
@@ -95,6 +100,60 @@ def figures(name: str, title: str) -> list[str]:
             if not isinstance(figure, dict | list):
                 label = f"{key}: {inner}" if inner else key
                 lines.append(f"| {label.replace('_', ' ')} | {figure} |")
+    return [*lines, ""]
+
+
+def beside(name: str, title: str, keys: tuple[str, ...]) -> list[str]:
+    """Programs beside one another: a row for each on each data set, and what ours is over the better of the others."""
+    entry = load(name)
+    if entry is None:
+        return []
+    lines = [f"**{title}** (`python -m benchmarks.{name}`, {when(entry)})", ""]
+    lines += [
+        "| | | " + " | ".join(key.replace("_", " ") for key in keys) + " |",
+        "|" + "---|" * (2 + len(keys)),
+    ]
+    for data_set, programs in entry["results"].items():
+        for program, found in programs.items():
+            if program != "over_better_peer":
+                lines.append(
+                    f"| {data_set} | {program} | "
+                    + " | ".join(
+                        f"{found[key]:.3g}" if key[0] != "P" else f"{found[key]:.2f}" for key in keys
+                    )
+                    + " |"
+                )
+    lines.append("")
+    for data_set, programs in entry["results"].items():
+        over = programs["over_better_peer"]
+        ratios = ", ".join(
+            f"{key.replace('_', ' ')} {value}" for key, value in over.items() if "ratio" in key
+        )
+        lines.append(
+            f"- {data_set}: P@1 {over['P@1_difference']:+} ± {over['known_to']} to the better peer; {ratios}."
+        )
+    return [*lines, ""]
+
+
+def ranker_growth() -> list[str]:
+    entry = load("linear_growth")
+    if entry is None:
+        return []
+    results = entry["results"]
+    lines = [
+        "**The linear ranker as labels grow** (the same generated data; `python -m benchmarks.linear_growth`, "
+        f"{when(entry)})",
+        "",
+        "| labels | documents | training | longest of 16 blocks | peak memory | of it data | scoring a document | "
+        "time, from the row before, over labels |",
+        "|" + "---|" * 8,
+    ]
+    for size, ratio in zip(results["sizes"], ["", *results["seconds_over_labels"]], strict=True):
+        lines.append(
+            f"| {size['labels']:,} | {size['documents']:,} | {size['seconds']:.1f} s | "
+            f"{size['longest_block_seconds']:.2f} s | {size['peak_gb']:.2f} GB | {size['data_gb']:.2f} GB | "
+            f"{size['score_ms']:.3f} ms | {ratio} |"
+        )
     return [*lines, ""]
 
 
@@ -125,6 +184,22 @@ def tables() -> str:
         "clustering", "Balanced clustering of the labels of debian-deps beside libpecos' hierarchical k-means"
     )
     lines += growth()
+    lines += beside(
+        "linear",
+        "`linear` beside libpecos' XR-Linear and napkinXC's PLT on the same TF-IDF",
+        ("P@1", "P@3", "P@5", "PSP@1", "PSP@5", "train_seconds", "predict_ms", "peak_gb", "growth_gb"),
+    )
+    lines += ranker_growth()
+    lines += figures("x_transformer", "X-Transformer beside libpecos' XR-Transformer, MiniLM, 64 tokens")
+    lines += figures(
+        "attention_level", "AttentionXML: a level's step as its labels grow at 40 × 8 candidates"
+    )
+    lines += figures(
+        "attention_trees", "AttentionXML: three trees at once and one after another, bundled sample"
+    )
+    lines += figures("aplc_layer", "APLC over a flat layer of 670,000 labels, beside the paper's equation 14")
+    lines += figures("treader_layer", "TReaderXML's step over the encoder's own")
+    lines += figures("neighbours", "TReaderXML's neighbours")
     lines += figures(
         "corpus_tfidf", "Corpus build and TF-IDF on debian-deps beside scikit-learn in one process"
     )

@@ -20,16 +20,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import optuna
-from ray import tune
+import ray
+from ray import cloudpickle, tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import Searcher
 
-from raycluster.pool import DRIVER_CPUS
+from raycluster import groups, pool
+from raycluster.follow import Tail, append_line
 from xmc.errors import InputError
 from xmc.evaluation.trials import Objective, Trial, best, load_trials
 from xmc.files import atomic_write_text
 
-ERROR_FILE = "error.txt"
+ERROR_FILE, REPORTS_FILE = "error.txt", "reports.jsonl"
+# What Tune's actor of a trial reserves; the one that does its work is the pool's.
+_TUNE_CPUS = 0.05
 # At every rung, after 1, 3, 9 … reports, about a third of the trials goes on.
 _REDUCTION, _MOST_REPORTS = 3, 3**12
 # Proposals that were tried before are passed over so often, by the search and then by chance, before it ends.
@@ -50,6 +54,11 @@ _ENVIRONMENT = {
 Space = Callable[[optuna.Trial], dict[str, Any]]
 # `train(trial, home, report)`, in an actor: calls `report(metrics)` on its way and returns the final metrics.
 Train = Callable[[Trial, Path, Callable[[dict[str, float]], None]], dict[str, float]]
+
+
+def room(cpus: float, gpus: float) -> int:
+    """How many trials fit at once if each one's training group takes so much; at least one."""
+    return pool.room(cpus + _TUNE_CPUS, gpus)
 
 
 def run_trials(
@@ -79,7 +88,9 @@ def run_trials(
     storage = root.parent / ".tune"
     shutil.rmtree(storage, ignore_errors=True)
     tuner = tune.Tuner(
-        tune.with_resources(partial(_run_trial, train, root), {"cpu": DRIVER_CPUS}),
+        tune.with_resources(
+            tune.with_parameters(_TuneTrial, train=cloudpickle.dumps(train), root=root), {"cpu": _TUNE_CPUS}
+        ),
         tune_config=tune.TuneConfig(
             search_alg=search,
             scheduler=None if objective.minimise else _scheduler(objective, ended),
@@ -90,6 +101,7 @@ def run_trials(
             name="trials",
             storage_path=str(storage),
             failure_config=tune.FailureConfig(max_failures=1),
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # stages keep their own
             callbacks=[Book(root, trials, objective, num_trials, on_end, say)],
             verbose=0,
         ),
@@ -119,42 +131,76 @@ def _scheduler(objective: Objective, ended: Sequence[Trial]) -> ASHAScheduler:
     return scheduler
 
 
-# ------------------------------------------------------------------------------------------------ in an actor
+# ------------------------------------------------------------------------------------------------ in actors
 
 
-def _run_trial(train: Train, root: Path, config: dict[str, Any]) -> None:
-    """One trial. What it reported before its driver or its machine died is reported again, then it goes on.
+class _TuneTrial(tune.Trainable):
+    """One trial as Tune sees it: each step is a report. First come those that it made before it or its driver died.
 
-    An InputError is the trial's result: its settings do not work. Any other error is Tune's, which tries once more.
+    All that this actor starts would have to fit into its own placement group, so another one outside of it does the
+    work; they end together. Reports come as lines of a file. `train` stays pickled here, so that only the other one
+    loads all that training needs.
     """
-    home = root / config["trial"]
-    trial, failure = Trial.load(home), home / ERROR_FILE
-    for place, metrics in enumerate(trial.reports):
-        _report(metrics, place)
-    known = {json.dumps(metrics, sort_keys=True) for metrics in trial.reports}
-    count = len(trial.reports)
+
+    def setup(self, config: dict[str, Any], train: bytes, root: Path) -> None:
+        self._home = root / config["trial"]
+        self._waiting = Trial.load(self._home).reports
+        self._known = {_line(metrics) for metrics in self._waiting}
+        self._place = 0
+        for name in (ERROR_FILE, REPORTS_FILE):
+            (self._home / name).unlink(missing_ok=True)
+        self._heard = Tail(self._home / REPORTS_FILE)
+        self._worker, self._result = pool.start(partial(_work, train, self._home))
+
+    def step(self) -> dict[str, Any]:
+        ended = False
+        while not self._waiting and not ended:
+            ended = self._has_ended(0.5)
+            for line in self._heard.lines():
+                # A training that goes on from its checkpoint repeats the measurements since then.
+                if line not in self._known:
+                    self._waiting.append(json.loads(line))
+                    self._known.add(line)
+        self._place += 1
+        if self._waiting:
+            return _result(self._waiting.pop(0), self._place - 1, "running")
+        metrics, state = ray.get(self._result)
+        return _result(metrics, self._place - 1, state) | {"done": True}
+
+    def cleanup(self) -> None:
+        """End the work, if it goes on, and give back what its training group has reserved."""
+        ray.kill(self._worker)
+        for stage in self._home.glob("stages/*"):
+            groups.release(stage)
+
+    def _has_ended(self, seconds: float) -> bool:
+        return bool(ray.wait([self._result], timeout=seconds)[0])
+
+
+def _work(train: bytes, home: Path) -> tuple[dict[str, float], str]:
+    """The final metrics of a trial, and its state. An InputError is a result: its settings do not work. Any other
+    error is Tune's, which tries once more."""
 
     def report(metrics: dict[str, float]) -> None:
-        nonlocal count
-        # A training that goes on from its checkpoint repeats the measurements since then.
-        if json.dumps(metrics, sort_keys=True) not in known:
-            _report(metrics, count)
-            count += 1
+        append_line(home / REPORTS_FILE, _line(metrics))
 
     try:
-        metrics, state = train(trial, home, report), "done"
+        work: Train = cloudpickle.loads(train)
+        return work(Trial.load(home), home, report), "done"
     except Exception as error:
-        atomic_write_text(failure, f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}")
+        text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+        atomic_write_text(home / ERROR_FILE, text)
         if not isinstance(error, InputError):
             raise
-        metrics, state = {}, "failed"
-    else:
-        failure.unlink(missing_ok=True)
-    _report(metrics, count, state)
+        return {}, "failed"
 
 
-def _report(metrics: dict[str, float], place: int, state: str = "running") -> None:
-    tune.report({_METRICS: metrics, _PLACE: place, _STATE: state})
+def _line(metrics: dict[str, float]) -> str:
+    return json.dumps(metrics, sort_keys=True)
+
+
+def _result(metrics: dict[str, float], place: int, state: str) -> dict[str, Any]:
+    return {_METRICS: metrics, _PLACE: place, _STATE: state}
 
 
 # ------------------------------------------------------------------------------------------------ in the driver

@@ -25,17 +25,10 @@ import ray.train
 import scipy.sparse as sp
 import torch
 import torch.distributed as dist
-from ray import PlacementGroupID
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_current_placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
 from torch import Tensor, nn
 
-from raycluster import checkpoints
+from raycluster import checkpoints, groups
 from raycluster.checkpoints import Checkpoint
 from raycluster.follow import Tail, append_line
 from raycluster.ingest import Batch, RankRows, SplitByRank, rank_table
@@ -58,8 +51,6 @@ SELECTED_BY = "valid_nDCG_at_5"
 STEPS_FILE = "metrics.jsonl"
 MESSAGES_FILE = "messages.txt"
 FAILURE_FILE = "failure.txt"
-# The placement group that the ranks run in.
-GROUP_FILE = "group.txt"
 
 
 @dataclass(frozen=True)
@@ -209,7 +200,7 @@ def fit(
     """
     job.out.mkdir(parents=True, exist_ok=True)
     (job.out / FAILURE_FILE).unlink(missing_ok=True)
-    _release_group(job.out / GROUP_FILE)
+    groups.release(job.out)  # of an earlier driver, which was killed
     shutil.rmtree(job.out / "ray", ignore_errors=True)
     use_gpu = wants_gpu(job.train)
     resources = {"CPU": job.train.cpus_per_worker or default_cpus(job.train.workers)}
@@ -232,20 +223,9 @@ def fit(
         trainer.fit()
     if (job.out / FAILURE_FILE).exists():
         raise InputError((job.out / FAILURE_FILE).read_text())
-    (job.out / GROUP_FILE).unlink(missing_ok=True)
+    groups.release(job.out)
     shutil.rmtree(job.out / "ray", ignore_errors=True)
     shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
-
-
-def _release_group(file: Path) -> None:
-    """Give back what an earlier group of this job still holds where its driver, an actor, was killed. Ray does so when
-    that driver's whole job ends; Ray Train's own cleaner asks the dashboard, which a local Ray does without."""
-    if not file.exists():
-        return
-    left = file.read_text()
-    if placement_group_table().get(left, {"state": "REMOVED"})["state"] != "REMOVED":
-        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(left))))
-    file.unlink()
 
 
 def wants_gpu(config: TrainConfig) -> bool:
@@ -313,8 +293,8 @@ def rate_groups(learner: Learner, config: TrainConfig, weight_decay: float) -> l
 def _train_rank(config: dict[str, Job]) -> None:
     """One rank's whole life. A mistake that the user must mend ends the group without a retry."""
     job = config["job"]
-    if dist.get_rank() == 0 and (group := get_current_placement_group()) is not None:
-        atomic_write_text(job.out / GROUP_FILE, group.id.hex())
+    if dist.get_rank() == 0:
+        groups.note(job.out)
     try:
         _Loop(job).run()
     except InputError as error:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import optuna
+import psutil
 import pytest
+import ray
+import ray.train
+from ray.train.torch import TorchTrainer
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
-from raycluster import sweep
-from raycluster.sweep import Search, run_trials
+from raycluster import groups, sweep
+from raycluster.follow import append_line
+from raycluster.sweep import Search, room, run_trials
 from xmc.errors import InputError
 from xmc.evaluation.trials import Objective, Trial, load_trials
 
@@ -78,17 +88,27 @@ def test_early_stopping_remembers_earlier_trials():
     assert decide(sweep._scheduler(PRECISION, earlier), 55.0) == TrialScheduler.CONTINUE
 
 
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "fit"), [(1.0, 0, 1), (0.2, 0, 3), (4.0, 0, 1), (0.2, 1, 1), (0.2, 0.5, 2)]
+)
+def test_as_many_trials_at_once_as_leave_a_cpu_free(cpus: float, gpus: float, fit: int, monkeypatch):
+    monkeypatch.setattr(sweep.pool.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
+    assert room(cpus, gpus) == fit
+
+
 # ------------------------------------------------------------------------------------------------ on Ray
 
 
 def train(trial: Trial, home: Path, report: Any) -> dict[str, float]:
-    """Trial 1 cannot work; trial 2 loses its process once; the others learn what x lets them."""
+    """Trial 1 cannot work; trial 2 fails once, trial 3 is killed once; all others learn what x lets them."""
     (home / "attempts").open("a").write("once\n")
     if trial.number == 1:
         raise InputError("no such setting")
     if trial.number == 2 and (home / "attempts").read_text().count("once") == 1:
         report({"P@1": 1.0, "step": 1.0})
         raise RuntimeError("the machine is gone")
+    if trial.number == 3 and (home / "attempts").read_text().count("once") == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     for step in range(1, 4):
         report({"P@1": float(step), "step": float(step)})
     return {"P@1": 10.0 + trial.settings["x"]}
@@ -107,8 +127,60 @@ def test_a_trial_that_fails_ends_nothing_and_one_that_dies_goes_on(ray_session: 
     ).read_text() == "once\n"  # settings that do not work are not tried again
     assert trials[1].error == "InputError: no such setting"
     assert "Traceback" in (tmp_path / "001" / "error.txt").read_text()
+    assert (tmp_path / "003" / "attempts").read_text() == "once\n" * 2
+    assert any("003  failed and is tried again  its process died" in line for line in heard)
     # What trial 2 reported before it died is not reported twice.
     assert [report["P@1"] for report in trials[2].reports[:-1]] == [1.0, 2.0, 3.0]
-    assert any("tried again" in line for line in heard)
+    assert any("002  failed and is tried again  RuntimeError: the machine is gone" in line for line in heard)
     assert run_trials(tmp_path, space, train, PRECISION, 4, 2, 1, over.append, heard.append) == trials
     assert json.loads((tmp_path / "000" / "trial.json").read_text())["state"] == "done"
+
+
+def rank(config: dict[str, str]) -> None:
+    """Of a training that never ends."""
+    groups.note(Path(config["stage"]))
+    append_line(Path(config["pids"]), str(os.getpid()))
+    time.sleep(3600)
+
+
+def lag(trial: Trial, home: Path, report: Any) -> dict[str, float]:
+    """Trial 3 says how bad it is while its training group works; the next one needs the CPUs that this held."""
+    if trial.number > 3:
+        if not within(120, lambda: ray.available_resources().get("CPU", 0) > 1.5):
+            raise InputError("the stopped trial holds its CPUs")
+        return {"P@1": 95.0}
+    pids, stage = home / "pids", home / "stages" / "train"
+    stage.mkdir(parents=True)
+    append_line(pids, str(os.getpid()))
+
+    def tell() -> None:
+        assert within(600, lambda: len(pids.read_text().splitlines()) == 2)
+        report({"P@1": 1.0})
+
+    threading.Thread(target=tell, daemon=True).start()
+    TorchTrainer(
+        rank,
+        train_loop_config={"pids": str(pids), "stage": str(stage)},
+        scaling_config=ray.train.ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
+        run_config=ray.train.RunConfig(name="group", storage_path=str(home / "ray")),
+    ).fit()
+    return {}
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return condition()
+
+
+@pytest.mark.slow
+def test_a_stopped_trial_leaves_no_process_and_gives_back_what_it_reserved(ray_session: None, tmp_path: Path):
+    for number in range(3):
+        ended(number, 0.1 * number, 90.0).save(tmp_path)
+    trials = run_trials(tmp_path, space, lag, PRECISION, 5, 1, 1, lambda trial: None, print)
+    assert [(trial.state, trial.error) for trial in trials[3:]] == [("stopped", ""), ("done", "")]
+    assert trials[3].reports == [{"P@1": 1.0}]
+    assert not (tmp_path / "003" / "error.txt").exists()
+    pids = [int(line) for line in (tmp_path / "003" / "pids").read_text().splitlines()]
+    assert within(60, lambda: not any(psutil.pid_exists(pid) for pid in pids))

@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import pytest
-from ray.util.placement_group import placement_group, placement_group_table
 
 from raycluster import pool, trainer
 from raycluster.trainer import Plateau, TrainConfig, num_steps, rate_factor
@@ -66,19 +62,3 @@ def test_impossible_settings(values: dict, message: str):
 def test_a_group_and_a_driver_leave_a_whole_cpu(workers: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trainer.ray, "cluster_resources", lambda: {"CPU": 2.0})
     assert 2.0 - workers * trainer.default_cpus(workers) - pool.DRIVER_CPUS >= 1.0
-
-
-def test_what_a_killed_driver_left_reserved_is_given_back(ray_session: None, tmp_path: Path):
-    left = placement_group([{"CPU": 0.5}])
-    assert left.wait(30)
-    file = tmp_path / trainer.GROUP_FILE
-    file.write_text(left.id.hex())
-    trainer._release_group(file)
-    deadline = time.monotonic() + 30
-    while placement_group_table(left)["state"] != "REMOVED" and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert placement_group_table(left)["state"] == "REMOVED"
-    assert not file.exists()
-    file.write_text("ab" * (len(left.id.hex()) // 2))  # of a cluster that is no more
-    trainer._release_group(file)
-    assert not file.exists()

@@ -121,7 +121,10 @@ def plot_parallel(trials: Sequence[Trial], objective: Objective, path: Path) -> 
     chosen = list(dict.fromkeys(name for trial in trials for name in trial.params))
     columns = [_Column([trial.params.get(name) for trial in trials]) for name in chosen]
     columns.append(_Column([trial.value(objective.metric) for trial in trials]))
-    names = [*chosen, objective.metric]
+    names = [
+        f"{name} (log)" if c.log else name
+        for name, c in zip([*chosen, objective.metric], columns, strict=True)
+    ]
     figure, (ax,) = _axes(max(6.4, 1.5 * len(names)))
     figure.set_figheight(4.4)
     ax.grid(False)
@@ -166,16 +169,18 @@ def plot_parallel(trials: Sequence[Trial], objective: Objective, path: Path) -> 
 class _Column:
     """Values of one axis as heights from 0 to 1, with labelled places."""
 
+    log = False
+
     def __init__(self, values: Sequence[Any]) -> None:
         if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
             numbers = np.array(values, np.float64)
             low, high = numbers.min(), numbers.max()
-            log = low > 0 and high / low > _LOG_SPAN
-            scaled = np.log(numbers) if log else numbers
+            self.log = bool(low > 0 and high / low > _LOG_SPAN)
+            scaled = np.log(numbers) if self.log else numbers
             span = scaled.max() - scaled.min()
             self.heights = (scaled - scaled.min()) / span if span else np.full(len(numbers), 0.5)
             shown = np.unique(numbers) if len(np.unique(numbers)) <= 6 else np.array([low, high])
-            at = np.log(shown) if log else shown
+            at = np.log(shown) if self.log else shown
             places = (at - scaled.min()) / span if span else np.full(len(shown), 0.5)
             self.ticks = [(float(h), _text(float(v))) for h, v in zip(places, shown, strict=True)]
             return
@@ -234,7 +239,7 @@ def plot_partitions(
     ax.set_xlim(-0.6, len(partitions) - 0.4)
     names = ["\n".join(_text(part) for part in fractions) for fractions in partitions]
     ax.set_xticks(places, names, fontsize=7)
-    ax.set_xlabel("share of the labels in head and tails; the same colour: as many clusters")
+    ax.set_xlabel("shares of the labels, the head's first; a colour for each number of clusters")
     ax.set_ylabel(f"{objective.metric} on validation")
     _write(figure, path)
     return path
@@ -257,13 +262,13 @@ def plot_front(trials: Sequence[Trial], objective: Objective, path: Path) -> Pat
         where="post",
         color=_COLOURS[1],
         linewidth=1.5,
-        label="Pareto front",
+        label="Pareto front, with trial numbers",
         zorder=2,
     )
     for trial, point in zip(winners, line, strict=True):
         ax.annotate(trial.name, point, (5, -9), textcoords="offset points", fontsize=7)
-    ax.set_xlabel(objective.minimise)
+    ax.set_xlabel(objective.minimise.replace("_", " "))
     ax.set_ylabel(f"{objective.metric} on validation")
-    ax.legend(frameon=False, fontsize=8, loc="lower right")
+    ax.legend(frameon=False, fontsize=8)
     _write(figure, path)
     return path
