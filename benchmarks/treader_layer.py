@@ -55,7 +55,7 @@ def encoder_step(ids: Tensor, mask: Tensor) -> Callable[[], None]:
 
 
 def whole_step(config: TReaderConfig, ids: Tensor, mask: Tensor) -> Callable[[], None]:
-    """Look-up, network, label rows, and the scope's rows: what `raycluster.trainer` does in a step."""
+    """Look-up, network, label rows, and the scope's rows: what `raycluster.rank` does in a step."""
     encoder = make_encoder()
     module = TReaderModule(encoder, encoder.width, config)
     engine = make_engine(module)

@@ -197,8 +197,8 @@ class Measured:
         """Step and loss (S, 2) of each stage of the model that trained a network."""
         import numpy as np
 
+        from raycluster.job import STEPS_FILE
         from raycluster.stages import RECORD
-        from raycluster.trainer import STEPS_FILE
 
         inputs = json.loads((self.model / RECORD).read_text())["inputs"]
         found = {}

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from raycluster import inference, pool, session, trainer
 from raycluster.follow import append_line
+from raycluster.job import STEPS_FILE
 from raycluster.stages import RECORD, Runner, Stage, locked, prune
 from raycluster.tracking import Tracker
 from xmc.corpus.store import Corpus
@@ -216,7 +217,7 @@ def train_trial(
     values = json.loads((measured / METRICS).read_text())["values"]
     found = {key: value for key, value in values.items() if value is not None}
     tracker.results({f"valid_{key}": value for key, value in found.items()}, [measured / "table.txt"])
-    steps = [path / trainer.STEPS_FILE for path in runner.done.values()]
+    steps = [path / STEPS_FILE for path in runner.done.values()]
     return found, [path for path in steps if path.exists()]
 
 
@@ -432,7 +433,7 @@ def point(link: Path, target: Path) -> None:
 def finish(config: Any, directory: Path, runner: Runner, tracker: Tracker, evaluated: Path | None) -> None:
     """Log what the run made, and tell the user where it is."""
     files = []
-    trained = [path / trainer.STEPS_FILE for path in runner.done.values()]
+    trained = [path / STEPS_FILE for path in runner.done.values()]
     for steps in (path for path in trained if path.exists()):
         plot_loss([json.loads(line) for line in steps.read_text().splitlines()], steps.parent / "loss.png")
         files.append(steps.parent / "loss.png")

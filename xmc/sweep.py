@@ -29,6 +29,7 @@ import optuna
 import tune_spaces
 from raycluster import trainer
 from raycluster.follow import append_line
+from raycluster.job import VALIDATION_KS
 from raycluster.stages import RECORD as STAGE_RECORD
 from raycluster.stages import Runner, is_done
 from raycluster.sweep import room, run_trials
@@ -242,7 +243,7 @@ def is_measured_early(config: Any, metric: str) -> bool:
     """Whether a training measures `metric` on its way, and on labels: where it learns clusters of labels first, trials
     with other clusters cannot be compared by them."""
     name, _, k = metric.partition("@")
-    if not hasattr(config, "train") or name not in ("P", "nDCG") or int(k) not in trainer.VALIDATION_KS:
+    if not hasattr(config, "train") or name not in ("P", "nDCG") or int(k) not in VALIDATION_KS:
         return False
     if config.system == "attention_xml":
         return config.model.mode != "tree"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycluster.trainer import Learner, TrainConfig, rate_factor, rate_groups
+from raycluster.job import Learner, TrainConfig, rate_factor, rate_groups
 from xmc.errors import InputError
 from xmc.nn.block_files import BlockReader, write_blocks
 from xmc.nn.encoders import EncoderConfig, load_encoder

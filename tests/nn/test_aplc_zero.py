@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raycluster.trainer import Learner, TrainConfig, rate_groups
+from raycluster.job import Learner, TrainConfig, rate_groups
 from tests.nn.ranks import run_checks
 from tests.nn.test_aplc_ranks import LR, WIDTH, Plain, clusters, documents, ragged
 from xmc.nn.engine import Engine, EngineConfig

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from raycluster import pool, trainer
-from raycluster.trainer import Plateau, TrainConfig, num_steps, rate_factor
+from raycluster.job import TrainConfig, num_steps, rate_factor
+from raycluster.rank import Plateau
 from xmc.errors import InputError
 
 

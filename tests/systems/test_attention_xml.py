@@ -17,7 +17,7 @@ import scipy.sparse as sp
 from safetensors.numpy import load_file
 
 import xmc
-from raycluster.trainer import AdaptiveClip
+from raycluster.rank import AdaptiveClip
 from xmc import config, run
 from xmc.corpus.words import Vocabulary
 from xmc.errors import InputError

@@ -31,8 +31,8 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
+from raycluster.job import Learner, TrainConfig
 from raycluster.stages import Stage
-from raycluster.trainer import Learner, TrainConfig
 from xmc.config import CommonConfig
 from xmc.corpus.store import Corpus
 from xmc.errors import InputError

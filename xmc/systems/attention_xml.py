@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from raycluster import inference, pool, session, trainer
 from raycluster.ingest import Batch
+from raycluster.job import STEPS_FILE, Learner, TrainConfig
 from raycluster.stages import Stage
-from raycluster.trainer import Learner, TrainConfig
 from xmc.config import CommonConfig
 from xmc.corpus.store import Corpus
 from xmc.corpus.tfidf import TfidfConfig
@@ -273,7 +273,7 @@ def _numbered(on_steps: StepCallback, level: int, above: Sequence[Path]) -> Step
 
 def _steps_of(home: Path) -> list[dict[str, float]]:
     """The rows of step metrics that training left."""
-    return [json.loads(line) for line in (home / trainer.STEPS_FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (home / STEPS_FILE).read_text().splitlines()]
 
 
 def _levels_stage(config: Config, num_labels: int, on_steps: StepCallback) -> Stage:

@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from raycluster.job import Learner, TrainConfig
 from raycluster.stages import Stage
-from raycluster.trainer import Learner, TrainConfig
 from xmc.config import CommonConfig
 from xmc.corpus.store import Corpus
 from xmc.corpus.tfidf import TfidfConfig

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from raycluster import ingest, trainer
-from raycluster.trainer import Job, Learner
+from raycluster.job import Job, Learner, TrainConfig
 from xmc.corpus.tokens import Sequences, SubwordEncoder, TokensConfig, pad_batch, read_manifest
 from xmc.errors import InputError
 from xmc.labels.topk import TopK
@@ -70,7 +70,7 @@ def train_network(
     trainer.fit(job, _labelled(inputs, "train", lists), on_steps, validation)
 
 
-def _num_validation(config: trainer.TrainConfig, inputs: Mapping[str, Path]) -> int:
+def _num_validation(config: TrainConfig, inputs: Mapping[str, Path]) -> int:
     """Documents to validate on: none where the corpus has too few to give each rank one."""
     tokens = inputs["tokens"] / "valid"
     count = read_manifest(tokens)["rows"] if tokens.is_dir() else 0

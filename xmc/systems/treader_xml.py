@@ -33,8 +33,8 @@ from torch import Tensor
 
 from raycluster.inference import Network
 from raycluster.ingest import Batch, pad_lists
+from raycluster.job import Learner, TrainConfig
 from raycluster.stages import Stage
-from raycluster.trainer import Learner, TrainConfig
 from xmc.config import CommonConfig
 from xmc.corpus.store import Corpus
 from xmc.corpus.tfidf import TfidfConfig

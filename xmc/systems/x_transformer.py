@@ -29,8 +29,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from raycluster.inference import read_vectors
+from raycluster.job import Learner, TrainConfig
 from raycluster.stages import Stage
-from raycluster.trainer import Learner, TrainConfig
 from xmc.config import CommonConfig
 from xmc.corpus.store import Corpus
 from xmc.corpus.tfidf import Tfidf, TfidfConfig
