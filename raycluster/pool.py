@@ -6,7 +6,7 @@ again alone: what it has finished is on disk, so it goes on from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,42 +47,43 @@ def room(cpus_per_job: float, gpus_per_job: float = 0.0) -> int:
 
 
 def run_all(
-    jobs: Sequence[Callable[[], Any]],
+    jobs: Mapping[str, Callable[[], Any]],
     at_once: int,
     messages: Path,
     attempts: int = 2,
 ) -> list[Any]:
-    """The results of all jobs, in their order. Each may be tried `attempts` times; InputErrors are not tried again.
+    """The results of all jobs, in their order; users know them by their names. Each may be tried `attempts` times,
+    but not after an InputError.
 
     What the jobs append to the file `messages` (see follow) is printed as it comes.
     """
     heard = Tail(messages)
     heard.lines()  # of an earlier process
-    results: list[Any] = [None] * len(jobs)
-    waiting = [(number, 1) for number in range(len(jobs))]
-    running: dict[Any, tuple[int, int, Any]] = {}
+    results: dict[str, Any] = dict.fromkeys(jobs)
+    waiting = [(name, 1) for name in jobs]
+    running: dict[Any, tuple[str, int, Any]] = {}
     while waiting or running:
         while waiting and len(running) < at_once:
-            number, attempt = waiting.pop(0)
-            worker, result = start(jobs[number])
-            running[result] = (number, attempt, worker)
+            name, attempt = waiting.pop(0)
+            worker, result = start(jobs[name])
+            running[result] = (name, attempt, worker)
         finished_now, _ = ray.wait(list(running), num_returns=1, timeout=1.0)
         for line in heard.lines():
             print(line, flush=True)
         if not finished_now:
             continue
         finished = finished_now[0]
-        number, attempt, worker = running.pop(finished)
+        name, attempt, worker = running.pop(finished)
         try:
-            results[number] = ray.get(finished)
+            results[name] = ray.get(finished)
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None)
             if isinstance(cause, InputError):
                 raise cause from None
             if attempt == attempts:
                 raise
-            print(f"member {number} failed ({type(error).__name__}); it is tried again", flush=True)
-            waiting.append((number, attempt + 1))
+            print(f"{name} failed ({type(error).__name__}); it is tried again", flush=True)
+            waiting.append((name, attempt + 1))
         finally:
             ray.kill(worker)
-    return results
+    return list(results.values())

@@ -77,6 +77,12 @@ def wants_gpu(config: TrainConfig) -> bool:
     return config.device == "cuda" or (config.device == "auto" and gpus >= config.workers)
 
 
+def group_resources(config: TrainConfig) -> tuple[float, float]:
+    """The CPUs and GPUs that a training group takes."""
+    cpus = config.workers * (config.cpus_per_worker or default_cpus(config.workers))
+    return cpus, config.workers if wants_gpu(config) else 0
+
+
 def default_cpus(workers: int) -> float:
     """Half a rank's share of the cluster's CPUs, and less where that would leave no whole CPU: a task of Ray Data asks
     for one, and drivers of members or trials for a little. A group that waits for such a task would wait for ever."""

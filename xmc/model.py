@@ -69,7 +69,7 @@ class Model:
 
     def explain(self, texts: Sequence[str], k: int = 10) -> list[list[dict[str, Any]]]:
         """For each text its k best labels, best first, as {"label", "score", …} with what the system says that it read
-        for them, e.g. AttentionXML "words": [(word, weight), …]."""
+        for them, e.g. AttentionXML "words": [{"word", "weight"}, …]."""
         top = self.top_k(texts, k)
         read = explanations(self.predictor, texts, top)
         return [

@@ -233,12 +233,12 @@ def member_config(config: Any, number: int) -> Any:
 def _ensemble(config: Any, directory: Path, runner: Runner, corpus: Corpus, tracker: Tracker) -> Path:
     """Train the members at once as far as there is room, then put their models together."""
     members = [member_config(config, number) for number in range(len(config.members))]
-    at_once = min(pool.room(max(training_cpus(member) for member in members)), len(members))
+    at_once = min(len(members), *(pool.room(*training_resources(member)) for member in members))
     _say(f"{len(members)} members, {at_once} at a time")
-    jobs = [
-        partial(_train_member, member, directory, runner.root, number, tracker.run_id)
+    jobs = {
+        f"member {number}": partial(_train_member, member, directory, runner.root, number, tracker.run_id)
         for number, member in enumerate(members)
-    ]
+    }
     models = pool.run_all(jobs, at_once, directory / MEMBER_MESSAGES)
     on_valid = validation_predictions(config, models, corpus, runner)
     combination = fit_combination(config, corpus, on_valid)
@@ -312,11 +312,11 @@ def ensemble_stage(config: Any, models: Sequence[Path], combination: Combination
     return Stage("ensemble", settings | made_of, run, ("corpus",))
 
 
-def training_cpus(config: Any) -> float:
-    """CPUs that a training takes at once; one without a network trains by tasks, which queue."""
+def training_resources(config: Any) -> tuple[float, float]:
+    """CPUs and GPUs that a training takes at once; one without a network trains by tasks, which queue."""
     if not hasattr(config, "train"):
-        return trainer.default_cpus(1)
-    return config.train.workers * (config.train.cpus_per_worker or trainer.default_cpus(config.train.workers))
+        return trainer.default_cpus(1), 0
+    return trainer.group_resources(config.train)
 
 
 def _train_member(config: Any, directory: Path, stages: Path, number: int, parent: str) -> Path:

@@ -27,7 +27,6 @@ from typing import Any
 import optuna
 
 import tune_spaces
-from raycluster import trainer
 from raycluster.follow import append_line
 from raycluster.job import VALIDATION_KS
 from raycluster.stages import RECORD as STAGE_RECORD
@@ -160,8 +159,7 @@ def _run(
     tracker: Tracker,
     corpus: Corpus,
 ) -> list[Trial]:
-    gpus = config.train.workers if hasattr(config, "train") and trainer.wants_gpu(config.train) else 0
-    at_once = room(run.training_cpus(config), gpus)
+    at_once = room(*run.training_resources(config))
     root = directory / "trials"
     stops = objective.minimise is None and is_measured_early(config, objective.metric)
     _say(

@@ -23,16 +23,16 @@ def work(number: int, directory: Path) -> int:
 
 
 def test_results_come_in_order_and_a_failed_job_is_tried_again(ray_session: None, tmp_path: Path, capfd):
-    jobs = [partial(work, number, tmp_path) for number in range(3)]
+    jobs = {f"tree {number}": partial(work, number, tmp_path) for number in range(3)}
     assert pool.run_all(jobs, 2, tmp_path / "messages.txt") == [0, 10, 20]
     said = capfd.readouterr().out
-    assert "member 1 failed" in said
+    assert "tree 1 failed" in said
     assert said.count("job 1") == 2
 
 
 def test_what_the_user_must_mend_is_not_tried_again(ray_session: None, tmp_path: Path):
     with pytest.raises(InputError, match="seven"):
-        pool.run_all([partial(work, 7, tmp_path)], 1, tmp_path / "messages.txt")
+        pool.run_all({"it": partial(work, 7, tmp_path)}, 1, tmp_path / "messages.txt")
     assert (tmp_path / "messages.txt").read_text().count("job 7") == 1
 
 

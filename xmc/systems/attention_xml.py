@@ -285,11 +285,13 @@ def _levels_stage(config: Config, num_labels: int, on_steps: StepCallback) -> St
                 shared_stages.load_clusters(given["clusters"] / "clusters.safetensors"), config.tree
             ).save(out / TREE)
         levels = range(1, _num_levels(config, num_labels) + 1)
-        workers = config.train.workers
-        cpus = workers * (config.train.cpus_per_worker or trainer.default_cpus(workers))
         resolved = {name: path.resolve() for name, path in given.items()}
-        jobs = [partial(_train_alone, config, num_labels, level, out.resolve(), resolved) for level in levels]
-        pool.run_all(jobs, min(pool.room(cpus), len(jobs)), out / "messages.txt")
+        jobs = {
+            f"level {level}": partial(_train_alone, config, num_labels, level, out.resolve(), resolved)
+            for level in levels
+        }
+        at_once = min(pool.room(*trainer.group_resources(config.train)), len(jobs))
+        pool.run_all(jobs, at_once, out / "messages.txt")
         homes = [out / f"level-{level}" for level in levels]
         for level, home in zip(levels, homes, strict=True):
             _numbered(on_steps, level, homes[: level - 1])(_steps_of(home))
