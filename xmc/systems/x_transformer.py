@@ -42,6 +42,7 @@ from xmc.labels.topk import TopK
 from xmc.linear.problem import Groups, Negatives, Problem
 from xmc.linear.scoring import CombineConfig, activate, score_children
 from xmc.linear.solver import SolverConfig
+from xmc.linear.tree import flat_tree
 from xmc.linear.weights import LevelWeights
 from xmc.nn.encoders import EncoderConfig, load_encoder, load_tokenizer
 from xmc.nn.engine import EngineConfig
@@ -74,7 +75,8 @@ from xmc.systems.vectors import (
 class RankerConfig:
     # What the rankers read of a document: its TF-IDF features, its vector from the matcher's encoder, or both.
     inputs: Kind = "both"
-    # Training documents of a label: tfn, man or tfn+man.
+    # Training documents of a label: tfn, man or tfn+man. all: every document, and every label is ranked; the matcher
+    # then serves for its vectors alone. For up to a few thousand labels.
     negatives: Negatives = "tfn+man"
     # Clusters of a document whose labels are ranked, and which count as matched in training: b of the paper.
     beam: int = 10
@@ -160,11 +162,18 @@ def _ranker_stage(config: Config, prefix: str) -> Stage:
         inputs = ranker_inputs(ranker.inputs, sparse, found[VECTORS])
         matched = TopK(found[CLUSTERS], found[SCORES])
         labels = shared_stages.open_corpus(given).label_matrix("train")
-        problem = Problem.build(labels, Groups.of_clusters(clusters), ranker.negatives, matched)
+        problem = Problem.build(labels, _groups(clusters, ranker), ranker.negatives, matched)
         teach(inputs, [Level(problem, config.seed, out / "weights.safetensors")], ranker.solver)
 
     settings = asdict(replace(ranker, combine=CombineConfig())) | {"seed": config.seed}
     return Stage("ranker", settings, run, ("corpus", "tfidf", *names), resumes=True)
+
+
+def _groups(clusters: LabelClusters, ranker: RankerConfig) -> Groups:
+    """The labels that are ranked together: those of a cluster, or all."""
+    if ranker.negatives == "all":
+        return Groups.of_level(flat_tree(len(clusters.cluster_of)), 0)
+    return Groups.of_clusters(clusters)
 
 
 def _pifa_of_vectors(inputs: Mapping[str, Path]) -> Any:
@@ -259,16 +268,18 @@ class XTransformerPredictor:
     """Best labels of texts: the matcher's clusters, then the rankers of their labels."""
 
     def __init__(
-        self, reader: TextReader, clusters: LabelClusters, weights: LevelWeights, combine: CombineConfig
+        self, reader: TextReader, clusters: LabelClusters, weights: LevelWeights, ranker: RankerConfig
     ) -> None:
-        self._reader, self._weights, self._combine = reader, weights, combine
-        self._groups = Groups.of_clusters(clusters)
+        self._reader, self._weights, self._combine = reader, weights, ranker.combine
+        self._groups, self._ranks_all = _groups(clusters, ranker), ranker.negatives == "all"
 
     def top_k(self, texts: Sequence[str], k: int) -> TopK:
         """(N, k) for N texts."""
         inputs, clusters = self._reader.read(texts)
         assert clusters is not None
-        parents = TopK(clusters.label_ids, activate(clusters.scores, self._combine))
+        parents = None
+        if not self._ranks_all:
+            parents = TopK(clusters.label_ids, activate(clusters.scores, self._combine))
         return score_children(self._weights, self._groups, inputs, parents, k, self._combine)
 
 
@@ -280,4 +291,4 @@ def load_predictor(directory: Path, config: Config, num_labels: int) -> XTransfo
     clusters = shared_stages.load_clusters(directory / "network" / "clusters.safetensors")
     weights = LevelWeights.load(directory / "ranker.safetensors")
     reader = TextReader(config.ranker.inputs, tfidf, subwords, embedder)
-    return XTransformerPredictor(reader, clusters, weights, config.ranker.combine)
+    return XTransformerPredictor(reader, clusters, weights, config.ranker)
