@@ -2,10 +2,10 @@
 
     python -m benchmarks.x_transformer [DOCUMENTS STEPS]
 
-Both fine-tune MiniLM at 64 tokens for STEPS updates in all, on batches of 32 of debian-tags' first DOCUMENTS training documents, write the
-vectors of all of them and train rankers on TF-IDF and vectors. Time is of everything between TF-IDF and the trained
-model, tokenisation included; ours has the start of its training group in it. Steps cost the same early and late, so
-few of them tell the ratio; the quality of whole trainings is in `quality_x_transformer_debian_tags_ablation`.
+Both fine-tune MiniLM at 64 tokens for STEPS updates in all, on batches of 32 of debian-tags' first DOCUMENTS training
+documents, write the vectors of all of them and train rankers on TF-IDF and vectors. Time is of everything between
+TF-IDF and the trained model, tokenisation included; ours has the start of its training group in it. Steps cost the same
+early and late, so few of them tell the ratio; the quality of whole trainings is in `quality_x_transformer_debian_tags`.
 """
 
 from __future__ import annotations

@@ -83,11 +83,15 @@ def test_label_texts_and_neural_pifa_index_labels_too(ray_session: None, tmp_pat
 def test_variants_are_measured_side_by_side(
     ray_session: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    variants = "variants=[{name: tfidf, ranker: {inputs: tfidf, negatives: tfn}}, {name: man}]"
+    all_ranked = "{name: all, ranker: {negatives: all}}"
+    variants = (
+        f"variants=[{{name: tfidf, ranker: {{inputs: tfidf, negatives: tfn}}}}, {{name: man}}, {all_ranked}]"
+    )
     directory = run.train(settings(tmp_path / "ablation", "train.updates=4", variants))
     said = capsys.readouterr().out
-    assert len(list((directory / "stages").glob("train-*"))) == 1  # one matcher serves both
-    for name in ("tfidf", "man"):
+    assert len(list((directory / "stages").glob("train-*"))) == 1  # one matcher serves all
+    for name in ("tfidf", "man", "all"):
         figure = f"{values(directory / 'variants' / name)['P@1']:.2f}"
         assert any(line.startswith(name) and figure in line for line in said.splitlines())
-        assert xmc.load(directory / "variants" / name).predict(["a game"], k=1)
+        (found,) = xmc.load(directory / "variants" / name).predict(["a game"], k=10_000)
+        assert (len(found) == len(xmc.load(directory / "variants" / name).label_names)) == (name == "all")
