@@ -41,8 +41,9 @@ def train(directory: Path, *more: str) -> Path:
 
 def network(directory: Path) -> dict[str, np.ndarray]:
     """Every tensor of a run's network; label rows by their layer, whole."""
+    (home,) = directory.glob("stages/train-*/network")
     tensors: dict[str, np.ndarray] = {}
-    for path in sorted((directory / "model" / "network").rglob("*.safetensors")):
+    for path in sorted(home.rglob("*.safetensors")):
         for key, value in load_file(path).items():
             name = f"{path.name.split('.')[0]}/{key}"
             tensors[name] = np.concatenate([tensors[name], value]) if name in tensors else value
@@ -72,9 +73,24 @@ def wait_for_step(
     raise AssertionError(f"step {step} was not reached")
 
 
-def training_workers(parent: int) -> list[psutil.Process]:
+def workers(parent: int, name: str) -> list[psutil.Process]:
+    """Ray's processes below `parent` that have this name."""
     children = psutil.Process(parent).children(recursive=True)
-    return [child for child in children if "RayTrainWorker" in " ".join(child.cmdline())]
+    return [child for child in children if name in " ".join(child.cmdline())]
+
+
+def kill_at_step(directory: Path, step: int, name: str, killed: list[int]) -> threading.Thread:
+    """A thread that kills a process of that name when the run has made this step."""
+
+    def kill() -> None:
+        wait_for_step(directory, step)
+        victim = workers(os.getpid(), name)[-1]
+        victim.send_signal(signal.SIGKILL)
+        killed.append(victim.pid)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
 
 
 @pytest.fixture(scope="module")
@@ -84,19 +100,26 @@ def undisturbed(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.slow
 def test_a_killed_worker_costs_nothing_but_time(undisturbed: Path, tmp_path: Path):
-    killed = []
-
-    def kill() -> None:
-        wait_for_step(tmp_path / "run", 20)
-        victim = training_workers(os.getpid())[-1]
-        victim.send_signal(signal.SIGKILL)
-        killed.append(victim.pid)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
+    killed: list[int] = []
+    thread = kill_at_step(tmp_path / "run", 20, "RayTrainWorker", killed)
     train(tmp_path / "run")
     thread.join()
     assert killed
+    assert same(network(undisturbed), network(tmp_path / "run")) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_member_whose_driver_is_killed_is_tried_again_from_its_checkpoint(
+    undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    killed: list[int] = []
+    thread = kill_at_step(tmp_path / "run", 20, "_Worker", killed)
+    train(tmp_path / "run", "members=[{train: {epochs: 2}}]")
+    thread.join()
+    assert killed
+    said = capfd.readouterr().out
+    assert "member 0 failed" in said
+    assert "member 0: train: goes on where it stopped" in said
     assert same(network(undisturbed), network(tmp_path / "run")) < 1e-5
 
 
