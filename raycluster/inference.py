@@ -22,6 +22,9 @@ from xmc.files import atomic_file
 from xmc.labels.topk import TopK
 from xmc.progress import Progress
 
+# What an actor with a network reserves.
+ACTOR_CPUS = 0.5
+
 # token ids of n documents → named arrays with n rows each
 Network = Callable[[Sequences], dict[str, np.ndarray]]
 
@@ -90,7 +93,7 @@ def _on_actors(
         batch_format=batch_format,
         batch_size=batch_size,
         compute=ray.data.ActorPoolStrategy(size=count),
-        num_cpus=0.5,
+        num_cpus=ACTOR_CPUS,
         num_gpus=1 if gpus else 0,
     )
 

@@ -313,10 +313,12 @@ def ensemble_stage(config: Any, models: Sequence[Path], combination: Combination
 
 
 def training_resources(config: Any) -> tuple[float, float]:
-    """CPUs and GPUs that a training takes at once; one without a network trains by tasks, which queue."""
+    """CPUs and GPUs that a run holds at once: its training group, later an actor that labels documents. One without a
+    network trains by tasks, which queue."""
     if not hasattr(config, "train"):
         return trainer.default_cpus(1), 0
-    return trainer.group_resources(config.train)
+    cpus, gpus = trainer.group_resources(config.train)
+    return max(cpus, inference.ACTOR_CPUS), gpus
 
 
 def _train_member(config: Any, directory: Path, stages: Path, number: int, parent: str) -> Path:
