@@ -141,15 +141,19 @@ def ours(directory: Path, out: Path) -> dict[str, float]:
     }
 
 
+def hits_of(truth: sp.csr_matrix, top: np.ndarray) -> np.ndarray:
+    """(N × k) 1 where a document has the label named there; −1 names none."""
+    rows = np.repeat(np.arange(len(top)), top.shape[1])
+    return np.asarray(truth[rows, np.maximum(top, 0).ravel()]).reshape(top.shape) * (top >= 0)
+
+
 def precision(directory: Path, top: np.ndarray) -> dict[str, float]:
     """P@k and PSP@k as everyone computes them, labels that train never saw in the denominators."""
     truth, labels = sp.load_npz(directory / "Y_test.npz"), sp.load_npz(directory / "Y.npz")
     frequencies = np.bincount(labels.indices, minlength=labels.shape[1])
     scale = (np.log(labels.shape[0]) - 1) * 2.5**0.55
     inverse = 1 + scale * (frequencies + 1.5) ** -0.55
-    known = np.maximum(top, 0)
-    rows = np.repeat(np.arange(len(top)), top.shape[1])
-    hits = np.asarray(truth[rows, known.ravel()]).reshape(top.shape) * (top >= 0)
+    known, hits = np.maximum(top, 0), hits_of(truth, top)
     best = sp.csr_matrix((inverse[truth.indices], truth.indices, truth.indptr), shape=truth.shape)
     ideal = [
         np.sort(best.data[start:stop])[::-1]
@@ -165,10 +169,9 @@ def precision(directory: Path, top: np.ndarray) -> dict[str, float]:
 def compared(directory: Path, ours: Path, peer: Path) -> dict[str, float]:
     """By how much our P@1 is higher than a peer's on the same documents, and half the width of its 95 % interval."""
     truth = sp.load_npz(directory / "Y_test.npz")
-    rows = np.arange(truth.shape[0])
-    hits = [np.asarray(truth[rows, np.load(out)[:, 0]]).ravel() for out in (ours, peer)]
+    hits = [hits_of(truth, np.load(out)[:, :1]) for out in (ours, peer)]
     difference = 100 * (hits[0] - hits[1])
-    half_width = 1.96 * difference.std() / np.sqrt(len(rows))
+    half_width = 1.96 * difference.std() / np.sqrt(len(difference))
     return {"P@1_difference": round(float(difference.mean()), 2), "known_to": round(float(half_width), 2)}
 
 

@@ -23,7 +23,7 @@ from xmc.labels.topk import TopK
 from xmc.progress import Progress
 
 # What an actor with a network reserves.
-ACTOR_CPUS = 0.5
+_ACTOR_CPUS = 0.5
 
 # token ids of n documents → named arrays with n rows each
 Network = Callable[[Sequences], dict[str, np.ndarray]]
@@ -81,11 +81,9 @@ def _on_actors(
     batch_format: str,
     actors: int | None = None,
 ) -> ray.data.Dataset:
-    """`rows` mapped by one actor a GPU, or where there is none one a node with all of its threads."""
+    """`rows` mapped by `actors`, each with its share of all threads."""
+    count = actors or default_actors()
     resources = ray.cluster_resources()
-    gpus = int(resources.get("GPU", 0))
-    nodes = sum(1 for node in ray.nodes() if node["Alive"])
-    count = actors or gpus or nodes
     threads = max(1, int(resources.get("CPU", 1) / count))
     return rows.map_batches(
         actor,
@@ -93,9 +91,20 @@ def _on_actors(
         batch_format=batch_format,
         batch_size=batch_size,
         compute=ray.data.ActorPoolStrategy(size=count),
-        num_cpus=ACTOR_CPUS,
-        num_gpus=1 if gpus else 0,
+        num_cpus=_ACTOR_CPUS,
+        num_gpus=1 if int(resources.get("GPU", 0)) else 0,
     )
+
+
+def default_actors() -> int:
+    """One a GPU, or where there is none one a node."""
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    return int(ray.cluster_resources().get("GPU", 0)) or nodes
+
+
+def reserved_cpus() -> float:
+    """What labelling documents takes beside the tasks that read them."""
+    return _ACTOR_CPUS * default_actors()
 
 
 def to_top_k(table: pa.Table, k: int) -> TopK:

@@ -313,12 +313,12 @@ def ensemble_stage(config: Any, models: Sequence[Path], combination: Combination
 
 
 def training_resources(config: Any) -> tuple[float, float]:
-    """CPUs and GPUs that a run holds at once: its training group, later an actor that labels documents. One without a
+    """CPUs and GPUs that a run holds at once: its training group, later the actors that label documents. One without a
     network trains by tasks, which queue."""
     if not hasattr(config, "train"):
         return trainer.default_cpus(1), 0
     cpus, gpus = trainer.group_resources(config.train)
-    return max(cpus, inference.ACTOR_CPUS), gpus
+    return max(cpus, inference.reserved_cpus()), gpus
 
 
 def _train_member(config: Any, directory: Path, stages: Path, number: int, parent: str) -> Path:

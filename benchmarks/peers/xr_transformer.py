@@ -3,8 +3,7 @@
 usage: xr_transformer.py DIRECTORY THREADS STEPS OUT.npy
 DIRECTORY holds texts.json (train and test), X.npz, Y.npz and X_test.npz. MiniLM at 64 tokens, batches of 32; the same
 learning rate and warm-up as our preset. It fine-tunes for each level of its label tree anew: STEPS are divided among
-them. Writes each document's five best labels to OUT.npy and prints seconds and
-memory as JSON.
+them. Writes each document's five best labels to OUT.npy and prints seconds and memory as JSON.
 """
 
 from __future__ import annotations

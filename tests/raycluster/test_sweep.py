@@ -24,6 +24,7 @@ from ray.tune.search import Searcher
 from raycluster import groups, sweep
 from raycluster.follow import append_line
 from raycluster.sweep import Search, room, run_trials
+from xmc import config, run
 from xmc.errors import InputError
 from xmc.evaluation.trials import Objective, Trial, load_trials
 
@@ -94,6 +95,15 @@ def test_early_stopping_remembers_earlier_trials():
 def test_as_many_trials_at_once_as_leave_a_cpu_free(cpus: float, gpus: float, fit: int, monkeypatch):
     monkeypatch.setattr(sweep.pool.ray, "cluster_resources", lambda: {"CPU": 2.0, "GPU": 1.0})
     assert room(cpus, gpus) == fit
+
+
+def test_a_run_counts_with_the_actors_that_label_its_documents(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 16.0})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}] * 3 + [{"Alive": False}])
+    small = config.load("light_xml", ["train.cpus_per_worker=0.2"])
+    assert run.training_resources(small) == (pytest.approx(1.5), 0)
+    large = config.load("light_xml", ["train.cpus_per_worker=2", "train.workers=2"])
+    assert run.training_resources(large) == (pytest.approx(4), 0)
 
 
 # ------------------------------------------------------------------------------------------------ on Ray
