@@ -6,7 +6,7 @@ import pytest
 import scipy.sparse as sp
 
 from xmc.errors import InputError
-from xmc.labels import clustering
+from xmc.labels import two_means
 from xmc.labels.clustering import ClusterConfig, cluster_labels, mean_similarity
 
 
@@ -168,7 +168,7 @@ def test_dropping_lonely_columns_changes_nothing(monkeypatch, always):
     rows = clustered_rows()
     config = ClusterConfig(max_leaf_size=8)
     usual = cluster_labels(rows, config)
-    monkeypatch.setattr(clustering, "_SHRINK_FROM", always)
+    monkeypatch.setattr(two_means, "_SHRINK_FROM", always)
     other = cluster_labels(rows, config)
     assert (usual.cluster_of == other.cluster_of).mean() > 0.98
 
