@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import ray.data
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from xmc.corpus.store import feature_matrix
@@ -27,6 +28,8 @@ _ACTOR_CPUS = 0.5
 
 # token ids of n documents → named arrays with n rows each
 Network = Callable[[Sequences], dict[str, np.ndarray]]
+# The same, from named arrays of the documents that another network made.
+NextNetwork = Callable[[Sequences, dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
 class _Labeller:
@@ -125,26 +128,35 @@ _PIECE = 4096
 class _Embedder:
     """One actor: writes the vectors of pieces of token files."""
 
-    def __init__(self, make: Callable[[], Network], threads: int) -> None:
+    def __init__(self, make: Callable[[], Network | NextNetwork], before: Path | None, threads: int) -> None:
         import torch
 
         torch.set_num_threads(threads)
-        self._network = make()
+        self._network: Callable[..., dict[str, np.ndarray]] = make()
+        self._before = before
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         for tokens, start, stop, out in zip(
             batch["tokens"], batch["start"], batch["stop"], batch["out"], strict=True
         ):
             column = pq.read_table(tokens, columns=["input_ids"]).column(0).slice(start, stop - start)
-            arrays = self._network(Sequences.from_arrow(column))
+            known = () if self._before is None else (load_file(self._before / Path(out).name),)
+            arrays = self._network(Sequences.from_arrow(column), *known)
             with atomic_file(Path(out)) as temporary:
                 save_file(arrays, temporary)
         return {"documents": batch["stop"] - batch["start"]}
 
 
-def write_vectors(tokens: Path, make: Callable[[], Network], out: Path, title: str) -> None:
+def write_vectors(
+    tokens: Path,
+    make: Callable[[], Network | NextNetwork],
+    out: Path,
+    title: str,
+    before: Path | None = None,
+) -> None:
     """What `make()`, called in each actor, gives for all sequences of the directory `tokens`: safetensors files in
-    `out` that `read_vectors` joins. Files that are there already are kept, so a killed stage goes on.
+    `out` that `read_vectors` joins. Files that are there already are kept, so a killed stage goes on. The network of a
+    `NextNetwork` is given what this function left in `before` for the same tokens.
     """
     manifest = read_manifest(tokens)
     pieces = [
@@ -163,12 +175,22 @@ def write_vectors(tokens: Path, make: Callable[[], Network], out: Path, title: s
         return
     rows = ray.data.from_items(missing, override_num_blocks=len(missing))
     with Progress(title, sum(p["stop"] - p["start"] for p in missing), "documents") as progress:
-        done = _on_actors(rows, _Embedder, {"make": make}, 1, "numpy")
+        done = _on_actors(rows, _Embedder, {"make": make, "before": before}, 1, "numpy")
         for batch in done.iter_batches(batch_size=None, batch_format="numpy"):
             progress.update(int(batch["documents"].sum()))
 
 
-def read_vectors(directory: Path) -> dict[str, np.ndarray]:
-    """The arrays that `write_vectors` left, each of all documents in the order of the corpus."""
-    parts = [load_file(path) for path in sorted(directory.glob("*.safetensors"))]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def read_vectors(directory: Path, part: int = 0, of_parts: int = 1) -> dict[str, np.ndarray]:
+    """The arrays that `write_vectors` left, each of all documents in the order of the corpus; or of one of so many
+    contiguous parts of them, as Ray Data gives its ranks."""
+    files = [safe_open(path, "numpy") for path in sorted(directory.glob("*.safetensors"))]
+    names = list(files[0].keys())
+    ends = np.cumsum([0, *(file.get_slice(names[0]).get_shape()[0] for file in files)])
+    first, last = int(ends[-1]) * part // of_parts, int(ends[-1]) * (part + 1) // of_parts
+    # Each file's own rows of the part; of a part without documents the first file's none.
+    slices = [
+        (file, slice(max(first - begin, 0), min(last, end) - begin))
+        for file, begin, end in zip(files, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+        if begin < last and end > first
+    ] or [(files[0], slice(0, 0))]
+    return {name: np.concatenate([file.get_slice(name)[rows] for file, rows in slices]) for name in names}

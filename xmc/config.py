@@ -67,6 +67,11 @@ class CommonConfig:
                 f"run.top_k is {self.run.top_k}, but metrics.ks asks for {max(self.metrics.ks)} places; raise run.top_k"
             )
 
+    def validates_labels(self, num_labels: int) -> bool:
+        """Whether what training measures on validation is about labels, not about clusters of them, which differ
+        between configurations."""
+        return hasattr(self, "train")
+
 
 def load(preset: str, overrides: Sequence[str] = ()) -> Any:
     """The checked settings of a preset (a name, or a YAML file's path) with overrides put over it."""

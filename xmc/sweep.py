@@ -161,11 +161,15 @@ def _run(
 ) -> list[Trial]:
     at_once = room(*run.training_resources(config))
     root = directory / "trials"
-    stops = objective.minimise is None and is_measured_early(config, objective.metric)
+    early = is_measured_early(config, objective.metric, corpus.num_labels)
     _say(
         f"{num_trials} trials, {at_once} at a time, for {' and '.join(objective.names)} on the "
         f"{corpus.num_documents('valid'):,} validation documents; "
-        + ("those that fall behind are stopped early" if stops else "each goes to its end")
+        + (
+            "those that fall behind are stopped early"
+            if early and objective.minimise is None
+            else "each goes to its end"
+        )
     )
     tracking = replace(config.tracking, uri=tracker.uri)
 
@@ -179,7 +183,7 @@ def _run(
     return run_trials(
         root,
         propose,
-        partial(_train_trial, config, objective.metric, tracking, tracker.run_id),
+        partial(_train_trial, config, objective.metric, early, tracking, tracker.run_id),
         objective,
         num_trials,
         at_once,
@@ -237,33 +241,29 @@ def _check_corpus(corpus: Corpus) -> None:
 # ------------------------------------------------------------------------------------------------ a trial
 
 
-def is_measured_early(config: Any, metric: str) -> bool:
-    """Whether a training measures `metric` on its way, and on labels: where it learns clusters of labels first, trials
-    with other clusters cannot be compared by them."""
+def is_measured_early(config: Any, metric: str, num_labels: int) -> bool:
+    """Whether a training measures `metric` on its way."""
     name, _, k = metric.partition("@")
-    if not hasattr(config, "train") or name not in ("P", "nDCG") or int(k) not in VALIDATION_KS:
-        return False
-    if config.system == "attention_xml":
-        return config.model.mode != "tree"
-    return config.system != "x_transformer"
+    return config.validates_labels(num_labels) and name in ("P", "nDCG") and int(k) in VALIDATION_KS
 
 
 def _train_trial(
     config: Any,
     metric: str,
+    early: bool,
     tracking: TrackingConfig,
     parent: str,
     trial: Trial,
     home: Path,
     report: Callable[[dict[str, float]], None],
 ) -> dict[str, float]:
-    """In an actor: the whole run of one trial; `report` gets what is measured on validation on its way."""
+    """In an actor: the whole run of one trial; if `early`, `report` gets what is measured on validation on its way."""
     directory = home.parent.parent
     chosen = trial_config(config, trial.settings, f"trial {trial.name}")
     chosen = replace(chosen, run=replace(chosen.run, dir=str(home)))
     atomic_write_text(home / CONFIG_FILE, to_yaml(chosen))
     tracker = Tracker(home, tracking, f"{directory.name}-{trial.name}", parent)
-    measured, early = f"valid_{metric.replace('@', '_at_')}", is_measured_early(config, metric)
+    measured = f"valid_{metric.replace('@', '_at_')}"
 
     def on_steps(rows: list[dict[str, float]]) -> None:
         for row in rows:

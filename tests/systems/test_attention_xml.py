@@ -23,7 +23,7 @@ from xmc.corpus.words import Vocabulary
 from xmc.errors import InputError
 from xmc.labels.clustering import ClusterConfig, LabelClusters, cluster_labels, count_clusters
 from xmc.labels.tree import LabelTree, TreeConfig, build_tree, kept_levels
-from xmc.systems.attention_xml import draw_siblings
+from xmc.systems.levels import draw_siblings
 
 SMALL = [
     "words.vectors.width=24",
@@ -119,8 +119,8 @@ def test_probabilities_of_the_model_are_products_of_its_levels(tree: Path):
     texts = ["a strategy game for the desktop", "python bindings for a library", "documentation"]
     model = xmc.load(tree)
     narrow = model.predictor.top_k(texts, 10)
-    assert isinstance(model.predictor._beam._width, int)
-    model.predictor._beam._width = 1000
+    assert model.predictor._width < 1000
+    model.predictor._width = 1000
     wide = model.predictor.top_k(texts, 385)
     scores = np.full((len(texts), 385), -1.0)
     np.put_along_axis(scores, wide.label_ids, wide.scores, 1)

@@ -21,29 +21,24 @@ it learns from real mistakes). One to three trees, and levels at once: attention
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import ray
-import torch
-from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import load_file
-from torch import Tensor, nn
 
 from raycluster import inference, pool, session, trainer
-from raycluster.ingest import Batch
-from raycluster.job import STEPS_FILE, Learner, TrainConfig
+from raycluster.job import STEPS_FILE, TrainConfig
 from raycluster.stages import Stage
 from xmc.config import CommonConfig
 from xmc.corpus.store import Corpus
 from xmc.corpus.tfidf import TfidfConfig
 from xmc.corpus.tokens import Sequences, gather
-from xmc.corpus.words import PAD_ID, WORD_PATTERN, Vocabulary, split_words
+from xmc.corpus.words import WORD_PATTERN, Vocabulary, split_words
 from xmc.errors import InputError
 from xmc.files import atomic_file, atomic_write_text
 from xmc.labels.clustering import ClusterConfig, cluster_labels, count_clusters
@@ -51,57 +46,34 @@ from xmc.labels.topk import TopK
 from xmc.labels.tree import LabelTree, TreeConfig, build_tree, kept_levels
 from xmc.nn.block_files import BlockReader
 from xmc.nn.engine import EngineConfig
-from xmc.nn.heads.attention_xml import AttentionXmlHead, AttentionXmlModule, MaxPoolModule
-from xmc.nn.heads.base import LabelHead
-from xmc.nn.heads.light_xml import LabelClusters, LightXmlHead, LightXmlHeadConfig
-from xmc.nn.optimisers import RowOptimiserConfig
-from xmc.nn.sharding import Ragged, rank_index, world_size
-from xmc.nn.words import BiLstm, BiLstmConfig, WordRows
+from xmc.nn.heads.attention_xml import AttentionXmlHead
+from xmc.nn.words import BiLstmConfig
 from xmc.systems import shared_stages
+from xmc.systems.levels import (
+    NODES,
+    SCORES,
+    TOP,
+    Level,
+    ModelConfig,
+    Settings,
+    build,
+    load_level,
+    to_tensor,
+)
 from xmc.systems.neural import (
     StepCallback,
     link_file,
     link_tree,
-    load_network,
-    outputs_by_length,
-    prediction_device,
     train_network,
 )
-from xmc.systems.words import VOCABULARY, WORD_TABLE, WordsSection, fill_words, num_words, words_stages
+from xmc.systems.words import VOCABULARY, WORD_TABLE, WordsSection, num_words, words_stages
 
 __all__ = ["Config", "assemble", "build", "load_predictor", "stages"]
 
 # Beyond this many labels the paper builds a tree.
 _FLAT_UP_TO = 31_000
-TREE, TOP, NODES, SCORES = "tree.npz", "top.safetensors", "nodes", "scores"
-_PADDING = (PAD_ID, "right")
+TREE = "tree.npz"
 _WORDS_SHOWN = 10
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    # flat scores every label; tree trains a network a level; auto: flat up to 31,000 labels.
-    mode: Literal["auto", "flat", "tree"] = "auto"
-    # Widths of the perceptron's hidden layers.
-    hidden_widths: tuple[int, ...] = (256,)
-    # false: max-pooling in place of the attentions (Table 4); flat only.
-    attention: bool = True
-    # C: nodes of a level whose children a document is scored against; cost and memory of a level grow with it.
-    candidates: int = 160
-    # Train all levels of a tree at once, on candidates drawn around the true parents; none but the first can then be
-    # chosen by validation: the others keep their last weights.
-    levels_at_once: bool = False
-
-    def __post_init__(self) -> None:
-        if any(width < 1 for width in self.hidden_widths):
-            raise InputError(f"model.hidden_widths is {self.hidden_widths}; each must be at least 1")
-        if self.candidates < 1:
-            raise InputError(f"model.candidates is {self.candidates}; it must be at least 1")
-        if not self.attention and (self.mode == "tree" or len(self.hidden_widths) != 1):
-            raise InputError(
-                "model.attention=false is a flat network with one hidden layer: set model.mode=flat and "
-                "model.hidden_widths=[512]"
-            )
 
 
 @dataclass(frozen=True)
@@ -126,10 +98,12 @@ class Config(CommonConfig):
                 "differs between workers; use 0, 1 or 3"
             )
 
+    def is_tree(self, num_labels: int) -> bool:
+        mode = self.model.mode
+        return mode == "tree" or (mode == "auto" and self.model.attention and num_labels > _FLAT_UP_TO)
 
-def is_tree(config: Config, num_labels: int) -> bool:
-    mode = config.model.mode
-    return mode == "tree" or (mode == "auto" and config.model.attention and num_labels > _FLAT_UP_TO)
+    def validates_labels(self, num_labels: int) -> bool:
+        return not self.is_tree(num_labels)
 
 
 # ------------------------------------------------------------------------------------------------ stages
@@ -138,7 +112,7 @@ def is_tree(config: Config, num_labels: int) -> bool:
 def stages(config: Config, corpus: Corpus, on_steps: StepCallback) -> list[Stage]:
     """All between the corpus and the trained networks; `on_steps` gets the rows of step metrics."""
     own = words_stages(config.words, config.seed)
-    if not is_tree(config, corpus.num_labels):
+    if not config.is_tree(corpus.num_labels):
         if config.model.levels_at_once:
             raise InputError(
                 f"model.levels_at_once=true trains the levels of a tree, but model.mode={config.model.mode} with "
@@ -176,7 +150,7 @@ def _settings_of(config: Config) -> dict[str, Any]:
 
 def _flat_stage(config: Config, num_labels: int, on_steps: StepCallback) -> Stage:
     def run(out: Path, given: Mapping[str, Path]) -> None:
-        settings = _settings(config, given, num_labels, 1)
+        settings = _to_train(config, given, num_labels, 1)
         train_network(config, build, settings, out, given, on_steps)
 
     return Stage("train", _settings_of(config), run, ("corpus", "tokens", "words"), resumes=True)
@@ -190,7 +164,7 @@ def _first_level_stage(config: Config, num_labels: int, on_steps: StepCallback) 
         resolved = {name: path.resolve() for name, path in given.items()}
         growing = ray.remote(num_cpus=1)(_grow_tree).remote(resolved, seeded, config.tree, out.resolve())
         _wait_for(out / TOP, growing)
-        settings = replace(_settings(config, given, num_labels, 1), tree=out / TOP)
+        settings = replace(_to_train(config, given, num_labels, 1), tree=out / TOP)
         train_network(config, build, settings, out, given, _numbered(on_steps, 1, ()))
         gather([growing])
 
@@ -222,25 +196,50 @@ def _wait_for(file: Path, task: ray.ObjectRef) -> None:
 
 
 def _candidates_stage(config: Config, level: int) -> Stage:
-    """The best nodes of a level for all documents, by a beam down to it: candidates for the level below."""
+    """The best nodes of a level for all documents, below the best of the level above: candidates for the next level."""
 
     def run(out: Path, given: Mapping[str, Path]) -> None:
         resolved = {name: path.resolve() for name, path in given.items()}
+        above = resolved.get(f"candidates-{level - 1}")
         for split in ("train", "valid"):
             tokens = resolved["tokens"] / split
             if tokens.is_dir():
-                make = partial(_beam, config, resolved, level)
-                inference.write_vectors(tokens, make, (out / split).resolve(), f"candidates-{level}")
+                make = partial(_searcher, config, resolved, level)
+                before = above / split if above else None
+                inference.write_vectors(tokens, make, (out / split).resolve(), f"candidates-{level}", before)
 
-    inputs = ("tokens", *(f"level-{above}" for above in range(1, level + 1)))
+    # The tree lies beside level 1.
+    inputs = (
+        ("tokens", "level-1")
+        if level == 1
+        else ("tokens", "level-1", f"level-{level}", f"candidates-{level - 1}")
+    )
     settings = {"candidates": config.model.candidates}
     return Stage(f"candidates-{level}", settings, run, inputs, resumes=True)
+
+
+def _searcher(
+    config: Config, given: Mapping[str, Path], level: int
+) -> inference.Network | inference.NextNetwork:
+    """In an actor: best nodes of a level for sequences and the best nodes of the level above."""
+    tree = LabelTree.load(given["level-1"] / TREE)
+    network = given[f"level-{level}"] / "network"
+    vocabulary_size = BlockReader(network / "rows").num_rows("words")
+    settings = replace(_settings(config, tree.num_labels, vocabulary_size), level=level)
+    trained = load_level(settings, network, tree)
+    width = min(config.model.candidates, tree.level_sizes[level])
+
+    def search(sequences: Sequences, above: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        found = trained.best(sequences, width, TopK(above[NODES], above[SCORES]) if above else None)
+        return {NODES: found.label_ids, SCORES: found.scores}
+
+    return search
 
 
 def _level_stage(config: Config, level: int, num_labels: int, on_steps: StepCallback) -> Stage:
     def run(out: Path, given: Mapping[str, Path]) -> None:
         settings = replace(
-            _settings(config, given, num_labels, level),
+            _to_train(config, given, num_labels, level),
             tree=given["level-1"] / TREE,
             beams=given[f"candidates-{level - 1}"],
             start=given[f"level-{level - 1}"] / "network",
@@ -306,290 +305,25 @@ def _train_alone(config: Config, num_labels: int, level: int, out: Path, given: 
     home = out / f"level-{level}"
     if (home / "done").exists():
         return
-    settings = replace(_settings(config, given, num_labels, level), tree=out / TREE)
+    settings = replace(_to_train(config, given, num_labels, level), tree=out / TREE)
     if level > 1:  # nothing above is there yet to find candidates for validation by
         config = replace(config, train=replace(config.train, keep="last"))
     train_network(config, build, settings, home, given, lambda rows: None, validate=level == 1)
     atomic_write_text(home / "done", "")
 
 
-# ------------------------------------------------------------------------------------------------ networks
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a rank builds a level's network from."""
-
-    words: WordsSection
-    encoder: BiLstmConfig
-    model: ModelConfig
-    num_labels: int
-    num_words: int
-    level: int
-    seed: int
-    # The words' vectors before training; None where a trained network is loaded.
-    word_table: Path | None = None
-    # The tree, or for level 1 which of its nodes each label lies under; None: flat.
-    tree: Path | None = None
-    # The stage of the candidates on the level above; None at a level below the first: drawn around the true parents.
-    beams: Path | None = None
-    # The network of the level above.
-    start: Path | None = None
-
-
-def _settings(config: Config, given: Mapping[str, Path], num_labels: int, level: int) -> Settings:
+def _to_train(config: Config, given: Mapping[str, Path], num_labels: int, level: int) -> Settings:
+    """What a level's network is trained from."""
     table = given["words"] / WORD_TABLE
-    return Settings(
-        config.words, config.encoder, config.model, num_labels, num_words(table), level, config.seed, table
-    )
+    return replace(_settings(config, num_labels, num_words(table)), level=level, word_table=table)
 
 
-def build(settings: Settings, device: torch.device) -> Learner:
-    """A level's network before training, in a rank."""
-    tree = None
-    node_of: Tensor | None = None
-    num_nodes = settings.num_labels
-    if settings.tree is not None and settings.tree.name == TOP:
-        node_of = torch.from_numpy(load_arrays(settings.tree)["node_of"])
-        num_nodes = int(node_of.max()) + 1
-    elif settings.tree is not None:
-        tree = LabelTree.load(settings.tree)
-        num_nodes = tree.level_sizes[settings.level]
-        node_of = torch.from_numpy(tree.ancestors(settings.level))
-    groups = _groups(tree, settings.level)
-    module, head, words = _network(settings, num_nodes, groups, node_of, device, averaging_engine=True)
-    assert settings.word_table is not None
-    fill_words(words, settings.word_table)
-    if settings.start is not None:
-        _start_from(settings.start, module, words)
-    if groups is None:
-        return WordLearner(module, head, words)
-    if settings.beams is None:
-        assert tree is not None
-        return TeacherForced(module, head, words, tree, settings.level, settings.model.candidates)
-    return LevelLearner(module, head, words, settings.beams)
-
-
-def _groups(tree: LabelTree | None, level: int) -> LabelClusters | None:
-    """The nodes of a level under those of the level above; None for the first, below the root alone."""
-    if tree is None or level == 1:
-        return None
-    order = torch.from_numpy(tree.children[level - 1].astype(np.int64))
-    return LabelClusters(order, torch.from_numpy(tree.offsets[level - 1]))
-
-
-def _network(
-    settings: Settings,
-    num_nodes: int,
-    groups: LabelClusters | None,
-    node_of: Tensor | None,
-    device: torch.device,
-    *,
-    averaging_engine: bool,
-) -> tuple[nn.Module, LabelHead, WordRows]:
-    seed = settings.seed * 101 + settings.level
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        encoder = BiLstm(settings.encoder, settings.words.vectors.width)
-        widths = settings.model.hidden_widths
-        module = (
-            AttentionXmlModule(encoder, widths)
-            if settings.model.attention
-            else MaxPoolModule(encoder, widths[0])
-        )
-    options: dict[str, Any] = {"seed": seed, "averaging_engine": averaging_engine, "device": device}
-    head: LabelHead
-    if settings.model.attention:
-        head = AttentionXmlHead(num_nodes, encoder.width, groups, node_of=node_of, **options)
-    else:
-        plain = LightXmlHeadConfig(recall_optimiser=RowOptimiserConfig(weight_decay=0.0))
-        head = LightXmlHead(plain, num_nodes, widths[0], None, **options)
-    words = WordRows(settings.num_words, settings.words.vectors, seed=settings.seed, device=device)
-    head.layers["words"] = words
-    return module.to(device), head, words
-
-
-def _start_from(network: Path, module: nn.Module, words: WordRows) -> None:
-    """The weights of another level's network, but for its attentions."""
-    module.load_state_dict(load_file(network / "module.safetensors"))
-    rows = BlockReader(network / "rows")("words", "weight", words.block.start, words.block.stop)
-    words.weight.copy_(rows)
-
-
-class WordLearner(Learner):
-    """Looks words up in their table, and lets them learn."""
-
-    def __init__(self, module: nn.Module, head: LabelHead, words: WordRows) -> None:
-        super().__init__(module, head)
-        self._words = words
-
-    def inputs(self, batch: Batch, tensor: Callable[[np.ndarray], Tensor]) -> tuple[Tensor, ...]:
-        return self._words.embed(tensor(batch.input_ids)), tensor(batch.attention_mask)
-
-    def after_backward(self, lr: float | None, factor: float) -> None:
-        self._words.learn(factor / self.head.gradient_scale, lr)
-
-
-class LevelLearner(WordLearner):
-    """A level below the first: candidates are the best nodes of the level above, as the stage `candidates-…` found."""
-
-    head: AttentionXmlHead
-
-    def __init__(self, module: nn.Module, head: LabelHead, words: WordRows, beams: Path) -> None:
-        super().__init__(module, head, words)
-        self._parents = self._share(beams / "train")[NODES]
-        self._beam = self._share(beams / "valid") if (beams / "valid").is_dir() else {}
-
-    @staticmethod
-    def _share(directory: Path) -> dict[str, np.ndarray]:
-        """The rows of this rank's documents: the same contiguous share that Ray Data gives it."""
-        found = inference.read_vectors(directory)
-        count, rank, world = len(found[NODES]), rank_index(), world_size()
-        return {
-            name: x[count * rank // world : count * (rank + 1) // world].copy() for name, x in found.items()
-        }
-
-    def loss(self, outputs: Any, targets: Ragged, rows: np.ndarray, lr: float | None) -> Tensor:
-        return self.head.loss(outputs, targets, lr=lr, parents=_to(self._parents[rows], outputs[0].device))
-
-    def top_k(self, outputs: Any, rows: np.ndarray, k: int) -> tuple[Tensor, Tensor]:
-        device = outputs[0].device
-        scores = torch.from_numpy(self._beam[SCORES][rows]).to(device)
-        return self.head.top_k(outputs, k, (_to(self._beam[NODES][rows], device), scores))
-
-
-class TeacherForced(WordLearner):
-    """A level below the first, trained without the level above: its candidates are the true parents and others drawn
-    anew at each step, siblings of the true ones first."""
-
-    head: AttentionXmlHead
-
-    def __init__(
-        self,
-        module: nn.Module,
-        head: LabelHead,
-        words: WordRows,
-        tree: LabelTree,
-        level: int,
-        candidates: int,
-    ) -> None:
-        super().__init__(module, head, words)
-        self._tree, self._level, self._candidates = tree, level, candidates
-        self._parent_of = tree.ancestors(level - 1)
-
-    def loss(self, outputs: Any, targets: Ragged, rows: np.ndarray, lr: float | None) -> Tensor:
-        # Torch's generator is in the checkpoints: a resumed run draws the same.
-        generator = np.random.default_rng(int(torch.randint(2**62, ())))
-        parents = draw_siblings(
-            self._tree,
-            self._level - 1,
-            self._parent_of[targets.ids.cpu().numpy()],
-            targets.documents().cpu().numpy(),
-            len(targets),
-            self._candidates,
-            generator,
-        )
-        return self.head.loss(outputs, targets, lr=lr, parents=_to(parents, outputs[0].device))
-
-
-def draw_siblings(
-    tree: LabelTree,
-    level: int,
-    nodes: np.ndarray,
-    documents: np.ndarray,
-    num_documents: int,
-    count: int,
-    generator: np.random.Generator,
-) -> np.ndarray:
-    """(num_documents × count) nodes of a level: random siblings of the given `nodes` (n,) of each document, `documents`
-    (n,) saying whose they are; where there are fewer siblings, any nodes. A node may come twice."""
-    above, size = tree.level_sizes[level - 1], tree.level_sizes[level]
-    families = np.unique(documents * above + tree.parents[level - 1][nodes])
-    siblings, source = tree.gather_children(level - 1, families % above)
-    owners = (families // above)[source]
-    order = np.argsort(owners + generator.random(len(owners)), kind="stable")
-    siblings, owners = siblings[order], owners[order]
-    begins = np.searchsorted(owners, np.arange(num_documents))
-    places = np.arange(len(owners)) - begins[owners]
-    drawn = generator.integers(0, size, (num_documents, count), dtype=np.int32)
-    drawn[owners[places < count], places[places < count]] = siblings[places < count]
-    return drawn
-
-
-def _to(nodes: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(nodes.astype(np.int64)).to(device)
+def _settings(config: Config, num_labels: int, num_words: int) -> Settings:
+    """What the first level's network follows from."""
+    return Settings(config.words, config.encoder, config.model, num_labels, num_words, 1, config.seed)
 
 
 # ------------------------------------------------------------------------------------------------ the model
-
-
-class Beam:
-    """The networks of the first levels of a tree, or of a flat model alone: best nodes of the last of them."""
-
-    def __init__(self, levels: Sequence[tuple[nn.Module, LabelHead, WordRows]], width: int) -> None:
-        """`width`: nodes that are kept of each level but the last."""
-        self._levels, self._width = [(module.eval(), head, words) for module, head, words in levels], width
-
-    def best(self, sequences: Sequences, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """(N × k) the best nodes, int32, and their probabilities, float32, best first, padded with −1 and −inf."""
-        nodes, scores = np.zeros((len(sequences), 0), np.int32), np.zeros((len(sequences), 0), np.float32)
-        for depth, (_, head, _) in enumerate(self._levels):
-            width = k if depth == len(self._levels) - 1 else self._width
-            above, nodes = nodes, np.full((len(sequences), width), -1, np.int32)
-            scores_above, scores = scores, np.full((len(sequences), width), -np.inf, np.float32)
-            for rows, outputs in self.outputs(sequences, depth):
-                if depth == 0:
-                    best, found = head.top_k(outputs, width)
-                else:
-                    assert isinstance(head, AttentionXmlHead)
-                    device = outputs[0].device
-                    beam = _to(above[rows], device), torch.from_numpy(scores_above[rows]).to(device)
-                    best, found = head.top_k(outputs, width, beam)
-                scores[rows], nodes[rows] = best.cpu().numpy(), found.cpu().numpy()
-        return nodes, scores
-
-    def outputs(self, sequences: Sequences, depth: int = -1) -> Iterator[tuple[np.ndarray, Any]]:
-        """(rows, outputs of a level's module) over all sequences."""
-        module, _, words = self._levels[depth]
-        return outputs_by_length(
-            module, sequences, _PADDING, inputs=lambda rows, ids, mask: (words.embed(ids), mask)
-        )
-
-    @property
-    def head(self) -> LabelHead:
-        """Of the last level."""
-        return self._levels[-1][1]
-
-
-def _load_levels(
-    config: Config, networks: Sequence[Path], tree: LabelTree | None, num_labels: int, vocabulary_size: int
-) -> Beam:
-    """The networks of the first levels from their directories."""
-    device, levels = prediction_device(), []
-    for level, network in enumerate(networks, start=1):
-        settings = Settings(
-            config.words, config.encoder, config.model, num_labels, vocabulary_size, level, config.seed
-        )
-        num_nodes = num_labels if tree is None else tree.level_sizes[level]
-        groups = _groups(tree, level)
-        built = _network(settings, num_nodes, groups, None, device, averaging_engine=False)
-        load_network(built[0], built[1], network)
-        levels.append(built)
-    return Beam(levels, config.model.candidates)
-
-
-def _beam(config: Config, given: Mapping[str, Path], level: int) -> inference.Network:
-    """In an actor: best nodes of a level for sequences."""
-    tree = LabelTree.load(given["level-1"] / TREE)
-    networks = [given[f"level-{d}"] / "network" for d in range(1, level + 1)]
-    vocabulary_size = BlockReader(networks[0] / "rows").num_rows("words")
-    beam = _load_levels(config, networks, tree, tree.num_labels, vocabulary_size)
-
-    def network(sequences: Sequences) -> dict[str, np.ndarray]:
-        nodes, scores = beam.best(sequences, min(config.model.candidates, tree.level_sizes[level]))
-        return {NODES: nodes, SCORES: scores}
-
-    return network
 
 
 def assemble(out: Path, given: Mapping[str, Path]) -> None:
@@ -609,24 +343,28 @@ def assemble(out: Path, given: Mapping[str, Path]) -> None:
 class AttentionXmlPredictor:
     """Best labels of texts, and the words that each of them attended to."""
 
-    def __init__(self, vocabulary: Vocabulary, beam: Beam) -> None:
-        self._vocabulary, self._beam = vocabulary, beam
+    def __init__(self, vocabulary: Vocabulary, levels: Sequence[Level], width: int) -> None:
+        """`width`: nodes of each level but the last below which the search goes on."""
+        self._vocabulary, self._levels, self._width = vocabulary, levels, width
 
     def top_k(self, texts: Sequence[str], k: int) -> TopK:
         """(N, k) for N texts."""
-        return TopK(*self._beam.best(self._vocabulary.encode_texts(texts), k))
+        sequences, beam = self._vocabulary.encode_texts(texts), None
+        for level in self._levels[:-1]:
+            beam = level.best(sequences, self._width, beam)
+        return self._levels[-1].best(sequences, k, beam)
 
     def explain(self, texts: Sequence[str], top: TopK) -> list[list[dict[str, Any]]]:
         """For each text and each of its labels the ten words that it attended to most, with their shares of its
         attention; a word that comes several times has the sum of its shares."""
-        head = self._beam.head
+        head = self._levels[-1].head
         if not isinstance(head, AttentionXmlHead):
             raise InputError("a model with model.attention=false attends to no words")
         longest = self._vocabulary.config.max_words
         split = split_words(texts, WORD_PATTERN, lowercase=True)
         found: list[list[dict[str, Any]]] = [[] for _ in texts]
-        for rows, outputs in self._beam.outputs(self._vocabulary.encode_texts(texts)):
-            labels = _to(np.maximum(top.label_ids[rows], 0), outputs[0].device)
+        for rows, outputs in self._levels[-1].outputs(self._vocabulary.encode_texts(texts)):
+            labels = to_tensor(np.maximum(top.label_ids[rows], 0), outputs[0].device)
             weights = head.attention(outputs, labels).float().cpu().numpy()
             for row, of_labels in zip(rows.tolist(), weights, strict=True):
                 ids, places = np.unique(split.sequences[row][:longest], return_inverse=True)
@@ -647,6 +385,9 @@ def load_predictor(directory: Path, config: Config, num_labels: int) -> Attentio
     vocabulary = Vocabulary.load(directory / VOCABULARY)
     tree = LabelTree.load(directory / TREE) if (directory / TREE).exists() else None
     count = 1 if tree is None else tree.num_levels - 1
-    networks = [directory / "levels" / str(level) for level in range(1, count + 1)]
-    beam = _load_levels(config, networks, tree, num_labels, len(vocabulary))
-    return AttentionXmlPredictor(vocabulary, beam)
+    first = _settings(config, num_labels, len(vocabulary))
+    levels = [
+        load_level(replace(first, level=level), directory / "levels" / str(level), tree)
+        for level in range(1, count + 1)
+    ]
+    return AttentionXmlPredictor(vocabulary, levels, config.model.candidates)

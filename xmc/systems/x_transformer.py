@@ -105,6 +105,9 @@ class Config(CommonConfig):
         if self.clusters.seed != ClusterConfig().seed:
             raise InputError("clusters.seed follows from seed: set that")
 
+    def validates_labels(self, num_labels: int) -> bool:
+        return False
+
 
 # ------------------------------------------------------------------------------------------------ stages
 
