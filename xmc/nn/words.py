@@ -26,13 +26,16 @@ from xmc.nn.sharding import LabelBlock, gather_counts, gather_rows, world_size
 
 # Random vectors are drawn from U(−this, this): about the spread of published word vectors.
 _RANDOM_BOUND = 0.5
+_RANDOM_SPREAD = _RANDOM_BOUND / 3**0.5
 
 
 @dataclass(frozen=True)
 class WordVectorsConfig:
     # A GloVe or word2vec file (text, or binary if its name ends in .bin); empty: all vectors are random.
     file: str = ""
-    # Width of a vector; a file must have the same.
+    # Or an encoder (a hub name, a directory, minilm) that reads each word of the vocabulary alone.
+    encoder: str = ""
+    # Width of a vector; a file must have the same, of an encoder's vectors so many principal axes are kept.
     width: int = 300
     # Whether training moves them. On small corpora a file's vectors are better left as they are.
     trained: bool = True
@@ -40,6 +43,8 @@ class WordVectorsConfig:
     def __post_init__(self) -> None:
         if self.width < 1:
             raise InputError(f"words.vectors.width is {self.width}; it must be at least 1")
+        if self.file and self.encoder:
+            raise InputError("words.vectors has a file and an encoder; give one of them")
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -113,6 +118,19 @@ def _read_header(line: bytes, path: Path, width: int) -> int:
     if found != width:
         raise InputError(f"{path}: its vectors are {found} wide, but words.vectors.width is {width}")
     return count
+
+
+def principal_axes(vectors: np.ndarray, width: int) -> np.ndarray:
+    """(n × width) float32: `vectors` (n × d) without their mean, along the `width` directions in which they differ
+    most, and with the spread of random ones. What all words share would only hide how they differ."""
+    if vectors.shape[1] < width:
+        raise InputError(
+            f"words.vectors.width is {width}, but the encoder's vectors are {vectors.shape[1]} wide; ask for no more"
+        )
+    centred = vectors - vectors.mean(axis=0, dtype=np.float64)
+    _, axes = np.linalg.eigh(centred.T @ centred)  # in rising order of their variance
+    turned = centred @ axes[:, ::-1][:, :width]
+    return (turned * (_RANDOM_SPREAD / max(turned.std(), 1e-12))).astype(np.float32)
 
 
 # --- table ----------------------------------------------------------------------------------------------------------
