@@ -27,9 +27,13 @@ def quality() -> list[str]:
     lines = []
     reported = load("peers")
     assert reported is not None
-    runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("quality_*.json"))]
+    runs, ensembles = (
+        [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{kind}_*.json"))]
+        for kind in ("quality", "ensemble")
+    )
     for data_set, peers in reported["results"].items():
         ours = [run for run in runs if run["settings"]["corpus.name"] == data_set]
+        together = [run for run in ensembles if run["settings"]["corpus.name"] == data_set]
         if not ours:
             continue
         lines += [
@@ -43,9 +47,11 @@ def quality() -> list[str]:
             for name, values in peers.items()
         ]
         lines += [row for run in ours for row in quality_rows(run)]
+        lines += [row for run in together for row in ensemble_rows(run)]
+        commands = [(command(run), run) for run in ours] + [(ensemble_command(run), run) for run in together]
         lines += [
             "",
-            *(f"- `{command(run)}` ({when(run)}). {run.get('note', '')}".rstrip() for run in ours),
+            *(f"- `{typed}` ({when(run)}). {run.get('note', '')}".rstrip() for typed, run in commands),
             "",
         ]
     return lines
@@ -58,13 +64,30 @@ def quality_rows(run: dict[str, Any]) -> list[str]:
     measured = {f"{name}, {variant}": found for variant, found in results.get("variants", {}).items()}
     seconds = results["seconds"]
     time = f"{seconds / 60:.0f} min" if seconds > 300 else f"{seconds:.0f} s"
-    costs = f"{time} | {max(results['peak_gb'].values()):.1f} GB |"
+    costs = f"{time} | {max(results['peak_gb'].values()):.1f} GB"
     lines = []
     for title, found in (measured or {name: results["metrics"]}).items():
-        figures = " | ".join(f"{found[key]:.2f}" for key in FIGURES)
-        lines.append(f"| **{title}** | {figures} | {costs}")
-        costs = '" | " |'
+        lines.append(quality_row(f"**{title}**", found, costs))
+        costs = '" | "'
     return lines
+
+
+def quality_row(title: str, found: dict[str, float], costs: str) -> str:
+    return f"| {title} | " + " | ".join(f"{found[key]:.2f}" for key in FIGURES) + f" | {costs} |"
+
+
+def ensemble_rows(run: dict[str, Any]) -> list[str]:
+    """A row for each member, which was trained with documents held out, and one for all together."""
+    results = run["results"]
+    rows = [quality_row(f"member `{member}`", found, " | ") for member, found in results["members"].items()]
+    title = f"**ensemble of these {len(rows)}, {run['settings']['how']}**"
+    return [*rows, quality_row(title, results["metrics"], " | ")]
+
+
+def ensemble_command(run: dict[str, Any]) -> str:
+    settings = run["settings"]
+    members = " ".join(f"'{member}'" for member in settings["members"])
+    return f"python -m benchmarks.ensemble {settings['name']} {settings['how']} DIR {members}"
 
 
 def described(settings: dict[str, Any]) -> str:
@@ -135,45 +158,21 @@ def beside(name: str, title: str, keys: tuple[str, ...]) -> list[str]:
     return [*lines, ""]
 
 
-def ranker_growth() -> list[str]:
-    entry = load("linear_growth")
+def growth(name: str, title: str, data: str, columns: dict[str, str], ratio: tuple[str, str]) -> list[str]:
+    """A benchmark at several sizes: a row for each. `columns`: heading → figures by name; `ratio`: the heading and the
+    name of what is compared between each row and the one before."""
+    entry = load(name)
     if entry is None:
         return []
     results = entry["results"]
     lines = [
-        "**The linear ranker as labels grow** (the same generated data; `python -m benchmarks.linear_growth`, "
-        f"{when(entry)})",
+        f"**{title}** ({data}; `python -m benchmarks.{name}`, {when(entry)})",
         "",
-        "| labels | documents | training | longest of 16 blocks | peak memory | of it data | scoring a document | "
-        "time, from the row before, over labels |",
-        "|" + "---|" * 8,
+        "| " + " | ".join(columns) + f" | {ratio[0]}, from the row before |",
+        "|" + "---|" * (len(columns) + 1),
     ]
-    for size, ratio in zip(results["sizes"], ["", *results["seconds_over_labels"]], strict=True):
-        lines.append(
-            f"| {size['labels']:,} | {size['documents']:,} | {size['seconds']:.1f} s | "
-            f"{size['longest_block_seconds']:.2f} s | {size['peak_gb']:.2f} GB | {size['data_gb']:.2f} GB | "
-            f"{size['score_ms']:.3f} ms | {ratio} |"
-        )
-    return [*lines, ""]
-
-
-def growth() -> list[str]:
-    entry = load("label_space_growth")
-    if entry is None:
-        return []
-    results = entry["results"]
-    lines = [
-        "**Label features and full tree as labels grow** (generated with the densities of Amazon-670K; "
-        f"`python -m benchmarks.label_space_growth`, {when(entry)})",
-        "",
-        "| labels | documents | features | tree | peak memory | time, from the row before, over L log L |",
-        "|" + "---|" * 6,
-    ]
-    for size, ratio in zip(results["sizes"], ["", *results["seconds_over_l_log_l"]], strict=True):
-        lines.append(
-            f"| {size['labels']:,} | {size['documents']:,} | {size['features_seconds']:.2f} s | "
-            f"{size['tree_seconds']:.2f} s | {size['peak_gb']:.2f} GB | {ratio} |"
-        )
+    for size, grown in zip(results["sizes"], ["", *results[ratio[1]]], strict=True):
+        lines.append("| " + " | ".join(c.format(**size) for c in columns.values()) + f" | {grown} |")
     return [*lines, ""]
 
 
@@ -183,13 +182,39 @@ def tables() -> str:
     lines += figures(
         "clustering", "Balanced clustering of the labels of debian-deps beside libpecos' hierarchical k-means"
     )
-    lines += growth()
+    lines += growth(
+        "label_space_growth",
+        "Label features and full tree as labels grow",
+        "generated with the densities of Amazon-670K",
+        {
+            "labels": "{labels:,}",
+            "documents": "{documents:,}",
+            "features": "{features_seconds:.2f} s",
+            "tree": "{tree_seconds:.2f} s",
+            "peak memory": "{peak_gb:.2f} GB",
+        },
+        ("time over L log L", "seconds_over_l_log_l"),
+    )
     lines += beside(
         "linear",
         "`linear` beside libpecos' XR-Linear and napkinXC's PLT on the same TF-IDF",
         ("P@1", "P@3", "P@5", "PSP@1", "PSP@5", "train_seconds", "predict_ms", "peak_gb", "growth_gb"),
     )
-    lines += ranker_growth()
+    lines += growth(
+        "linear_growth",
+        "The linear ranker as labels grow",
+        "the same generated data",
+        {
+            "labels": "{labels:,}",
+            "documents": "{documents:,}",
+            "training": "{seconds:.1f} s",
+            "longest of 16 blocks": "{longest_block_seconds:.2f} s",
+            "peak memory": "{peak_gb:.2f} GB",
+            "of it data": "{data_gb:.2f} GB",
+            "scoring a document": "{score_ms:.3f} ms",
+        },
+        ("time over labels", "seconds_over_labels"),
+    )
     lines += figures("x_transformer", "X-Transformer beside libpecos' XR-Transformer, MiniLM, 64 tokens")
     lines += figures(
         "attention_level", "AttentionXML: a level's step as its labels grow at 40 × 8 candidates"
