@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -97,3 +101,19 @@ def test_biases_and_norms_do_not_decay() -> None:
     assert decayed["weight_decay"] == 0.01
     assert len(kept["params"]) == 3
     assert kept["weight_decay"] == 0.0
+
+
+def test_numba_leaves_torch_the_threads_it_has():
+    """Numba sets OpenMP's threads when it starts its own; a rank that shares its machine has fewer."""
+    program = (
+        "import torch; from xmc.nn import row_kernels; torch.set_num_threads(1); row_kernels.use_torch_threads(); "
+        "import numba; print(torch.get_num_threads(), numba.get_num_threads())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"NUMBA_NUM_THREADS": "2"},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["1", "1"]
