@@ -19,8 +19,8 @@ def use_torch_threads() -> None:
     """Give numba as many threads as torch has in this process."""
     count = torch.get_num_threads()
     numba.set_num_threads(max(1, min(count, numba.config.NUMBA_NUM_THREADS)))
-    # When numba starts its threads it gives OpenMP, and so torch, as many as there are cores. Ranks that share a machine
-    # would then wait for each other's: an LSTM's step took ten times as long.
+    # When numba starts its threads it gives OpenMP, and so torch, as many as there are cores. Ranks that share a
+    # machine would then wait for each other's: an LSTM's step took ten times as long.
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
 
