@@ -211,7 +211,7 @@ class _Loop:
     @torch.no_grad()
     def _outputs(self) -> Iterator[tuple[np.ndarray, Any]]:
         self.engine.train(False)
-        for batch in self.rows.in_order():
+        for batch in self.rows.by_length():
             yield batch.rows, self.engine(*self.learner.inputs(batch, self._tensor))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -368,7 +368,7 @@ class _Validation:
         """P@k and nDCG@k in percent over all ranks' validation documents. Every rank calls it."""
         engine.train(False)
         found = np.full((len(self._rows), max(VALIDATION_KS)), -1, np.int32)
-        for batch in self._rows.in_order():
+        for batch in self._rows.by_length():
             outputs = engine(*self._learner.inputs(batch, tensor))
             found[batch.rows] = self._learner.top_k(outputs, batch.rows, found.shape[1])[1].cpu().numpy()
         labels = self._rows.labels

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -17,9 +19,9 @@ def _module() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.Tanh(), nn.Linear(13, 5))
 
 
-def _engine(module: nn.Module, stage: int) -> Engine:
+def _engine(module: nn.Module, stage: int, precision: str = "fp32") -> Engine:
     groups = [group | {"lr": 1e-2} for group in parameter_groups(module, 0.01)]
-    config = EngineConfig(zero_stage=stage, clip_norm=1.0)  # type: ignore[arg-type]
+    config = EngineConfig(stage, precision, clip_norm=1.0)  # type: ignore[arg-type]
     return Engine(module, groups, config, torch.device("cpu"), batch_per_rank=3)
 
 
@@ -29,7 +31,7 @@ def _documents(step: int) -> torch.Tensor:
 
 def _train(engine: Engine, first: int, last: int) -> None:
     for step in range(first, last):
-        mine = _documents(step)[rank_index() :: world_size()]
+        mine = _documents(step)[rank_index() :: world_size()].to(next(engine.module.parameters()).dtype)
         # A mean over all documents; DeepSpeed averages over ranks.
         engine.backward(engine(mine).pow(3).sum() / 6 * world_size())
         engine.step(1.0 - 0.1 * step)
@@ -73,13 +75,34 @@ def check_engine() -> None:
         _assert_close(engine.weights(), plain, 1e-6)
 
 
+def check_bf16() -> None:
+    plain = _plain()
+    for stage in (1, 2, 3):
+        engine = _engine(_module(), stage, "bf16")
+        _train(engine, 0, 3)
+        state = engine.state()
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        _train(engine, 3, 6)
+        _assert_close(engine.weights(), plain, 2e-2)  # near, and not the same: it did compute in 16 bits
+        assert any(not torch.equal(engine.weights()[name], plain[name]) for name in plain)
+        module = _module()
+        load_weights(module, state)
+        resumed = _engine(module, stage, "bf16")
+        resumed.load_state(state)
+        _train(resumed, 3, 6)
+        _assert_close(resumed.weights(), engine.weights(), 1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_resuming_equals_going_on_and_plain_torch(world: int):
-    errors = run_checks(world, [check_engine])
-    assert errors == {"check_engine": [""] * world}
+    errors = run_checks(world, [check_engine, check_bf16])
+    assert errors == {"check_engine": [""] * world, "check_bf16": [""] * world}
 
 
 def test_precision_is_what_was_asked_for_or_what_the_machine_has():
-    assert choose_precision("bf16", torch.device("cpu")) == "bf16"
-    assert choose_precision("auto", torch.device("cpu")) in ("fp32", "bf16")
+    cpu, flags = torch.device("cpu"), Path("/proc/cpuinfo").read_text()
+    computes = "bf16" if "avx512_bf16" in flags or "amx_bf16" in flags else "fp32"
+    assert choose_precision(EngineConfig(precision="bf16"), cpu) == "bf16"
+    assert choose_precision(EngineConfig(), cpu) == computes
+    assert choose_precision(EngineConfig(zero_stage=0), cpu) == "fp32"

@@ -74,7 +74,7 @@ def test_further_lists_travel_with_their_documents(ray_session: None, tmp_path):
         pq.write_table(pa.table(content), tmp_path / name)
     table = labelled_tokens(*([tmp_path / name] for name in columns)).to_arrow_refs()
     ranked = RankRows(pa.concat_tables(ray.get(table)), 2, 2, 0, pad_id=0, padding_side="right")
-    batches = {int(batch.rows[0]): batch.lists for batch in ranked.in_order()}
+    batches = {int(batch.rows[0]): batch.lists for batch in ranked.by_length()}
     assert batches[0]["nodes"].tolist() == [[3, 4], [0, 0]]
     assert batches[2]["weights"].tolist() == [[1.0], [0.75]]
     assert batches[2]["nodes"].dtype == np.int64

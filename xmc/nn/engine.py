@@ -43,10 +43,12 @@ class EngineConfig:
             )
 
 
-def choose_precision(wanted: str, device: torch.device) -> str:
+def choose_precision(config: EngineConfig, device: torch.device) -> str:
     """fp32, bf16 or fp16: what was asked for, or what this device computes fastest."""
-    if wanted != "auto":
-        return wanted
+    if config.precision != "auto":
+        return config.precision
+    if config.zero_stage == 0:  # has no place for the fp32 weights of 16-bit training
+        return "fp32"
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     flags = Path("/proc/cpuinfo")
@@ -95,7 +97,7 @@ class Engine:
 
         if device.type == "cpu":
             prepare_extension(say)
-        self.precision = choose_precision(config.precision, device)
+        self.precision = choose_precision(config, device)
         # One rank in fp32 has nothing to divide: ZeRO would only copy every weight and gradient once more.
         alone = dist.get_world_size() == 1 and self.precision == "fp32"
         self.zero_stage = 0 if alone else config.zero_stage
