@@ -458,6 +458,7 @@ class _Shards(Datasink):
         label_ids, num_unseen = _to_label_ids(rows["labels"], keys)
         columns = {
             "id": rows["id"],
+            "group": rows["group"],
             "text": rows["text"],
             "label_ids": label_ids,
             "num_unseen": pa.array(num_unseen),
@@ -513,8 +514,9 @@ def _to_label_ids(labels: pa.ChunkedArray, keys: pa.Array) -> tuple[pa.ListArray
 
 def hash_rows(table: pa.Table) -> list[int]:
     """The sum over rows of a 128-bit hash of each, as two numbers mod 2⁶⁴: no order or sharding changes it."""
-    text = pc.coalesce(table["text"], "").cast(pa.binary()).to_pylist()
-    ids = table["id"].cast(pa.binary()).to_pylist()
+    ids, groups, text = (
+        pc.coalesce(table[name], "").cast(pa.binary()).to_pylist() for name in ("id", "group", "text")
+    )
     unseen = table["num_unseen"].to_numpy().astype("<i4").tobytes()
     columns = [(unseen, 4 * np.arange(table.num_rows + 1))]
     for name in ("label_ids", "feature_ids", "feature_values"):
@@ -526,7 +528,7 @@ def hash_rows(table: pa.Table) -> list[int]:
     # The lengths of the parts keep two rows apart that differ only in where one part ends.
     digests = [
         hashlib.blake2b(b"\x1f".join(parts) + repr(tuple(map(len, parts))).encode(), digest_size=16).digest()
-        for parts in zip(ids, text, *slices, strict=True)
+        for parts in zip(ids, groups, text, *slices, strict=True)
     ]
     sums = np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2).sum(axis=0, dtype=np.uint64)
     return [int(value) for value in sums]

@@ -19,7 +19,7 @@ from xmc.corpus.ordered import ordered_data
 from xmc.corpus.rows import flat
 from xmc.errors import InputError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 LABEL_FILE = "labels.parquet"
 
@@ -115,6 +115,10 @@ class Corpus:
     def ids(self, split: str) -> pa.ChunkedArray:
         """(N,) string."""
         return self._read_columns(split, "id")["id"]
+
+    def groups(self, split: str) -> pa.ChunkedArray:
+        """(N,) string, null for documents that belong to none. A split made by the build divides no group."""
+        return self._read_columns(split, "group")["group"]
 
     def texts(self, split: str) -> pa.ChunkedArray:
         """(N,) string, null where the input has features only."""

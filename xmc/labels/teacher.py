@@ -11,6 +11,9 @@ Choices that the paper (Wang et al. 2022) leaves open, with their alternatives:
   (or a label below it). The `max_nodes` with most votes stay, strongest first, or by id as the paper's loop goes
   (`order`); a node's share of all votes is its weight.
 - Parents alone, as the paper argues, or more levels or none (`levels_up`).
+- The paper also asks validation texts; here train alone is asked, so that validation tells what new texts will meet.
+- A label's description is its text in the label file, or its name; the paper makes up words for labels without any,
+  from their documents' features as Parabel does.
 
 Legend: N training documents, Q queries, L labels, V nodes of the hierarchy (the first L are the labels), k neighbours.
 """

@@ -208,7 +208,8 @@ class WordRows(CandidateLabelLayer):
             dist.all_reduce(gradient)
         if not bool(torch.isfinite(gradient.sum())):
             return
-        mine = self.block.owns(words)
+        # Padding looks rows up too, and teaches them nothing: their momentum must not move them.
+        mine = self.block.owns(words) & gradient.any(1)
         if lr is not None:
             self.begin_step()
         self._move_or_store(words[mine] - self.block.start, gradient[mine] * factor, lr)

@@ -219,14 +219,11 @@ def neighbours_stage(config: TeacherConfig, seed: int) -> Stage:
 
 
 def training_groups(corpus: Corpus, tokens: Path) -> np.ndarray:
-    """(N,) training documents of one number may not teach each other: those that read the same, and where the corpus
-    keeps groups (which no split divides) those of one group, as new texts have nobody of their own group to ask."""
+    """(N,) training documents of one number may not teach each other: those that read the same, and those of one group
+    (which no split divides), as new texts have nobody of their own group to ask."""
     parts = read_manifest(tokens / "train")["parts"]
     keys = np.concatenate(gather([_keys_of.remote(tokens / "train" / part["file"]) for part in parts]))
-    shards = corpus.shards("train")
-    if "group" not in pq.read_schema(shards[0]).names:
-        return keys
-    names = pa.concat_tables([pq.ParquetFile(shard).read(["group"]) for shard in shards])["group"]
+    names = corpus.groups("train")
     encoded = names.combine_chunks().dictionary_encode(null_encoding="mask").indices
     # A document without a group is alone.
     alone = np.arange(len(names)) + len(names)

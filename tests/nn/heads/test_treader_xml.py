@@ -94,7 +94,7 @@ def test_the_switches_of_the_ablation(reading: str, residual: bool, kinds: tuple
     torch.testing.assert_close(tower(x, real), expected)
 
 
-def make_module(pooling: str = "mean", encoder: str = "") -> TReaderModule:
+def make_module(pooling: str = "towers", encoder: str = "") -> TReaderModule:
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIG, pooling=pooling)
     if encoder:
@@ -113,7 +113,7 @@ def moved(x: Tensor, before: int, behind: int, filling: float) -> Tensor:
     return torch.cat([parts[0], x, parts[1]], dim=1)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "max", "last"])
+@pytest.mark.parametrize("pooling", ["towers", "mean", "max", "last"])
 @pytest.mark.parametrize("places", [(0, 3), (2, 0), (1, 4)])
 def test_padding_changes_nothing_wherever_it_stands(pooling: str, places: tuple[int, int]) -> None:
     module = make_module(pooling)
@@ -192,6 +192,15 @@ def test_what_is_wrong_is_named() -> None:
         TReaderModule(None, 10, CONFIG)
 
 
+def test_a_scope_counts_as_much_as_the_text_and_its_nodes_by_their_weights() -> None:
+    module = make_module()
+    z = normal(2, 5, CONFIG.bottleneck_width)
+    real, weights = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 0]]).bool(), torch.tensor([[3.0, 1], [0, 0]])
+    found = module._pool(z, real, weights)
+    torch.testing.assert_close(found[0], 0.75 * z[0, 0] + 0.25 * z[0, 1] + z[0, 2:].mean(0))
+    torch.testing.assert_close(found[1], z[1, 2:4].mean(0))  # nothing was found to be read beside it
+
+
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
 NUM_NODES, NUM_WORDS, NUM_LABELS, LR = 17, 30, 13, 0.02
@@ -213,6 +222,14 @@ def batch(step: int) -> tuple[Tensor, ...]:
     nodes = torch.randint(0, NUM_NODES, (count, 4), generator=generator)
     truth = (torch.rand(count, NUM_LABELS, generator=generator) < 0.2).double()
     return words, mask, nodes, weights, truth
+
+
+def without_padding(rows: nn.Embedding) -> None:
+    """Drop the rows of a sparse gradient that are zero: torch would move them by their momentum."""
+    gradient = rows.weight.grad.coalesce()
+    taught = gradient.values().any(1)
+    parts = gradient.indices()[:, taught], gradient.values()[taught]
+    rows.weight.grad = torch.sparse_coo_tensor(*parts, gradient.shape, is_coalesced=True)
 
 
 def plain_training(accumulate: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
@@ -238,6 +255,8 @@ def plain_training(accumulate: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
         (e,) = module(words(text), mask, scope(nodes), weights)
         (F.binary_cross_entropy_with_logits(labels(e), truth) / accumulate).backward()
         if (step + 1) % accumulate == 0:
+            for rows in tables:
+                without_padding(rows)
             for optimiser in optimisers:
                 optimiser.step()
                 optimiser.zero_grad()

@@ -2,17 +2,19 @@
 
 Formula: A(x) = tanh(concat of heads(softmax(QKᵀ/√d_k) V) W), masked so that a place reads itself and those before it,
 or plain. A tower reads o = A_plain(x + A_masked(x)). The scope's o stands before the text's: h = [o_scope; o_text] W_b,
-z = h + A_masked(h), so that every word reads the scope and the words before it; e is the mean of z's places, the
-label layer scores W e + b, and the loss is the mean BCE over all labels.
+z = h + A_masked(h), so that every word reads the scope and the words before it; e is the mean of z's places of the
+text plus that of the scope's, the label layer scores W e + b, and the loss is the mean BCE over all labels.
 Needs: states of the text's words, and one vector a node of its scope with a weight (0: padding), see `labels.teacher`.
 Without a scope the text's tower works alone. Scopes pay off where labels are rare or described; for few and frequent
 labels LightXML's head does the same for less.
 
 Choices that the paper (Wang et al. 2022) leaves open:
 - Towers are joined along the sequence, as their lengths differ; along the features both would have to be one vector.
-- The paper names no step from a sequence to the one vector that labels are scored by: `pooling`.
+- The paper names no step from a sequence to the one vector that labels are scored by: `pooling`. In one mean over all
+  places a scope of few nodes would drown in a long text.
 - Its output is a softmax whose values go into a sigmoid loss; read literally no probability could leave [0.5, 0.73].
   Here the loss is over the logits themselves.
+- LayerNorm and dropout on the vector that labels are scored by are not in the paper (`normalised`, `dropout`).
 - Like the first layer of a tower, the interaction's attention has a residual; `residual` switches the towers' alone.
 - A node's vector is its description's mean at first and then its own row, which learns; or it stays (`scope_trained`).
   Its weight only says that it is there, or also scales it (`scope_weighted`).
@@ -56,8 +58,9 @@ class TReaderConfig:
     heads: int = 4
     # Width in which both are read together, and of the label layer: its memory is labels × this.
     bottleneck_width: int = 256
-    # From all places to one vector: their mean, their largest values, or the last one, which has read all others.
-    pooling: Literal["mean", "max", "last"] = "mean"
+    # From all places to one vector: the mean of the text's and that of the scope's by its weights, added (towers); the
+    # mean or the largest values of all; or the last one, which has read all others.
+    pooling: Literal["towers", "mean", "max", "last"] = "towers"
     # On that vector: LayerNorm, which the paper does not have, and dropout.
     normalised: bool = True
     dropout: float = 0.1
@@ -160,22 +163,30 @@ class TReaderModule(nn.Module):
             real = torch.cat([known, real], dim=1)
         h = self.bottleneck(read)
         z = h + self.interaction(h, allowed_pairs(real, masked=True))
-        return (self.dropout(self.norm(self._pool(z, real))),)
+        return (self.dropout(self.norm(self._pool(z, real, weights))),)
 
     def _states(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         """(b × T × d) of the encoder's last layer."""
         assert self.encoder is not None
         return self.encoder.model(input_ids=input_ids, attention_mask=mask).last_hidden_state
 
-    def _pool(self, z: Tensor, real: Tensor) -> Tensor:
-        """(b × h) from the real places of z (b × T × h)."""
-        if self.config.pooling == "mean":
-            shares = real / real.sum(1, keepdim=True)
+    def _pool(self, z: Tensor, real: Tensor, weights: Tensor | None) -> Tensor:
+        """(b × h) from the real places of z (b × S+T × h), the scope's `weights` (b × S) being those of the first."""
+        if self.config.pooling in ("towers", "mean"):
+            shares = _shares(real)
+            if self.config.pooling == "towers" and weights is not None:
+                shares = torch.cat([_shares(weights), _shares(real[:, weights.shape[1] :])], dim=1)
             return torch.einsum("bth,bt->bh", z, shares.to(z.dtype))
         if self.config.pooling == "max":
             return z.masked_fill(~real[:, :, None], float("-inf")).amax(1)
         last = real.shape[1] - 1 - real.flip(1).to(torch.int8).argmax(1)
         return z[torch.arange(z.shape[0], device=z.device), last]
+
+
+def _shares(weights: Tensor) -> Tensor:
+    """Each row of weights (b × T) over its sum; a row of zeros stays one."""
+    weights = weights.float()
+    return weights / weights.sum(1, keepdim=True).clamp_min(1e-9)
 
 
 class TReaderHead(LightXmlHead):
