@@ -53,6 +53,22 @@ def stage_seconds(directory: Path) -> dict[str, float]:
     return seconds
 
 
+def seconds_behind(home: Path) -> float:
+    """What all stages took that a run's model was made by (an ensemble's members' too), and its measurement."""
+    (evaluated,) = home.glob("stages/evaluate-*")
+    model = (home / "model").resolve()
+    seconds: dict[Path, float] = {}
+    todo = [evaluated.resolve(), model]
+    while todo:
+        directory = todo.pop()
+        stage = json.loads((directory / "stage.json").read_text())
+        seconds[directory] = stage["seconds"]
+        members = (f"model-{key[:10]}" for key in stage["settings"].get("models", ()))
+        behind = {model.parent / name for name in (*stage["inputs"].values(), *members)}
+        todo += behind - seconds.keys()
+    return round(sum(seconds.values()), 1)
+
+
 def main() -> None:
     preset, *overrides = sys.argv[1:]
     directory = ROOT / "runs" / "quality" / preset
@@ -86,7 +102,10 @@ def main() -> None:
         {"preset": preset, "overrides": [o for o in overrides if not o.startswith("corpus.path")], **kept},
         {
             **(
-                {"variants": {name: measured(home) for name, home in homes.items()}}
+                {
+                    "variants": {name: measured(home) for name, home in homes.items()},
+                    "variant_seconds": {name: seconds_behind(home) for name, home in homes.items()},
+                }
                 if homes
                 else {"metrics": measured(directory)}
             ),

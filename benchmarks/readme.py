@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from typing import Any
 
@@ -10,7 +11,8 @@ from benchmarks.record import RESULTS, ROOT
 
 START, END = "<!-- results -->", "<!-- /results -->"
 
-FIGURES = ("P@1", "P@3", "P@5", "PSP@1", "PSP@3", "PSP@5")
+# Of the peers the first six are known. (nDCG@1 is P@1.)
+FIGURES = ("P@1", "P@3", "P@5", "PSP@1", "PSP@3", "PSP@5", "nDCG@3", "nDCG@5")
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -20,7 +22,8 @@ def load(name: str) -> dict[str, Any] | None:
 
 def when(entry: dict[str, Any]) -> str:
     machine = entry["machine"]
-    return f"{entry['date']}, {machine['cores']} cores of {machine['cpu']}"
+    vectors = f" with {machine['vectors']}" if "vectors" in machine else ""
+    return f"{entry['date']}, {machine['cores']} cores of {machine['cpu']}{vectors}"
 
 
 def quality() -> list[str]:
@@ -40,10 +43,10 @@ def quality() -> list[str]:
             f"**{data_set}**",
             "",
             "| | " + " | ".join(FIGURES) + " | time | memory |",
-            "|" + "---|" * 9,
+            "|" + "---|" * (3 + len(FIGURES)),
         ]
         lines += [
-            "| " + name + " | " + " | ".join(f"{v:.2f}" for v in values) + " | | |"
+            f"| {name} | " + " | ".join(f"{v:.2f}" for v in values) + " |" * (3 + len(FIGURES) - len(values))
             for name, values in peers.items()
         ]
         lines += [row for run in ours for row in quality_rows(run)]
@@ -61,15 +64,20 @@ def quality_rows(run: dict[str, Any]) -> list[str]:
     """A row for a run, or one for each of its variants. Time is of all stages, memory of the largest process."""
     settings, results = run["settings"], run["results"]
     name = f"{settings['system']}{described(settings)}"
-    measured = {f"{name}, {variant}": found for variant, found in results.get("variants", {}).items()}
-    seconds = results["seconds"]
-    time = f"{seconds / 60:.0f} min" if seconds > 300 else f"{seconds:.0f} s"
-    costs = f"{time} | {max(results['peak_gb'].values()):.1f} GB"
+    memory = f"{max(results['peak_gb'].values()):.1f} GB"
+    if "variants" not in results:
+        return [quality_row(f"**{name}**", results["metrics"], f"{duration(results['seconds'])} | {memory}")]
+    each = results.get("variant_seconds", {})
     lines = []
-    for title, found in (measured or {name: results["metrics"]}).items():
-        lines.append(quality_row(f"**{title}**", found, costs))
-        costs = '" | "'
+    for variant, found in results["variants"].items():
+        # Where stages were not counted for each variant, the time is that of all.
+        time = duration(each[variant]) if each else '"' if lines else duration(results["seconds"])
+        lines.append(quality_row(f"**{name}, {variant}**", found, f"{time} | {memory}"))
     return lines
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds > 300 else f"{seconds:.0f} s"
 
 
 def quality_row(title: str, found: dict[str, float], costs: str) -> str:
@@ -86,19 +94,20 @@ def ensemble_rows(run: dict[str, Any]) -> list[str]:
 
 def ensemble_command(run: dict[str, Any]) -> str:
     settings = run["settings"]
-    members = " ".join(f"'{member}'" for member in settings["members"])
-    return f"python -m benchmarks.ensemble {settings['name']} {settings['how']} DIR {members}"
+    words = [settings["name"], settings["how"], "DIR", *settings["members"]]
+    return f"python -m benchmarks.ensemble {shlex.join(words)}"
 
 
 def described(settings: dict[str, Any]) -> str:
     """What a network was trained with: what reads the text, how much of it, length of training."""
     if "train.epochs" not in settings:
         return ""
-    reader = (
-        f"BiLSTM, {settings['words.max_words']} words"
-        if settings["system"] == "attention_xml"
-        else (f"{settings['encoder.name']}, {settings['encoder.max_tokens']} tokens")
-    )
+    if settings["system"] == "attention_xml":
+        reader = f"BiLSTM, {settings['words.max_words']} words"
+    elif settings.get("reads") == "words":
+        reader = f"word vectors, {settings['words.max_words']} words"
+    else:
+        reader = f"{settings['encoder.name']}, {settings['encoder.max_tokens']} tokens"
     length = f"{settings['train.epochs']} epoch(s)"
     if settings.get("train.updates"):
         length = f"{settings['train.updates']} updates of {settings['train.batch_size']}"
@@ -107,9 +116,8 @@ def described(settings: dict[str, Any]) -> str:
 
 def command(run: dict[str, Any]) -> str:
     settings = run["settings"]
-    return " ".join(
-        ["python -m benchmarks.quality", settings["preset"], "corpus.path=DIR", *settings["overrides"]]
-    )
+    words = [settings["preset"], "corpus.path=DIR", *settings["overrides"]]
+    return f"python -m benchmarks.quality {shlex.join(words)}"
 
 
 def figures(name: str, title: str) -> list[str]:

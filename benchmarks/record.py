@@ -22,17 +22,14 @@ PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on: processor, cores, memory, Python."""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.processor(),
-    )
+    described = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"model name\s*: (.+)", described)
+    flags = set(re.findall(r"\w+", described))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": model,
+        "cpu": model[1] if model else platform.processor(),
+        # What training computes with: auto means bfloat16 where there is avx512_bf16.
+        "vectors": next((kind for kind in ("avx512_bf16", "avx512f", "avx2") if kind in flags), "none"),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(memory / 1e9, 1),
         "python": platform.python_version(),
