@@ -109,6 +109,10 @@ class Learner:
         self.module = module
         self.head = head
 
+    def begin(self, targets: Ragged) -> None:
+        """See LabelHead.begin. The module belongs to no engine yet."""
+        self.head.begin(targets)
+
     def before_epoch(self, epoch: int, outputs: Callable[[], Iterator[tuple[np.ndarray, Any]]]) -> None:
         """`outputs()` runs over all of this rank's documents: (rows, the module's outputs), without gradients."""
 

@@ -84,6 +84,11 @@ class _Loop:
         self.learner = job.build(job.settings, self.device)
         if weights is not None:
             load_weights(self.learner.module, weights)
+        else:
+            labels = self.rows.labels
+            self.learner.begin(
+                Ragged(self._tensor(labels.values).long(), self._tensor(labels.offsets).long())
+            )
         self.engine = Engine(
             self.learner.module,
             rate_groups(self.learner, job.train, job.engine.weight_decay),

@@ -1,5 +1,6 @@
 """AttentionXML in a DeepSpeed engine at ZeRO 0, 1 and 3 on two ranks: the perceptron, whose weights leave the module to
 be applied by the head, and words outside the engine, equal plain torch in one process. Averages held, norms clipped.
+In bf16 it trains, and finds the labels that the same weights find in fp32.
 
 The system refuses ZeRO 2: it sums gradients in the order in which they arrive, and an LSTM's arrive in an order that
 depends on the lengths of a rank's texts.
@@ -25,9 +26,9 @@ LR = plain_case.LR
 WIDTHS = (400, 300)
 
 
-def _engine(module: torch.nn.Module, stage: int) -> Engine:
+def _engine(module: torch.nn.Module, stage: int, precision: str = "fp32") -> Engine:
     groups = [{"params": list(module.parameters()), "lr": LR, "weight_decay": 0.0}]
-    config = EngineConfig(zero_stage=stage, precision="fp32", weight_decay=0.0)
+    config = EngineConfig(zero_stage=stage, precision=precision, weight_decay=0.0)
     return Engine(module, groups, config, torch.device("cpu"), 3, say=lambda line: None)
 
 
@@ -85,7 +86,42 @@ def check_zero_3() -> None:
     _compare(3)
 
 
-CHECKS = [check_zero_0, check_zero_1, check_zero_3]
+def check_bf16() -> None:
+    for grouped in (False, True):
+        _, expected = _train(grouped, "fp32")
+        probabilities, losses = _train(grouped, "bf16")
+        torch.testing.assert_close(losses, expected, rtol=0.03, atol=0.0)
+        torch.testing.assert_close(*probabilities, rtol=0.03, atol=0.005)
+
+
+def _train(grouped: bool, precision: str) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The best labels' probabilities (b × k) after training, by the engine's module and by the same weights in fp32;
+    and the losses on the way."""
+    engine = _engine(plain_case._module().float(), 1, precision)
+    head = AttentionXmlHead(plain_case.NUM_LABELS, 8, plain_case.GROUPS if grouped else None, seed=3)
+    words = WordRows(plain_case.NUM_WORDS, WordVectorsConfig(width=plain_case.WORD_WIDTH), seed=9)
+    ids, mask, truth, parents = (x[plain_case._mine()] for x in plain_case._batch(0))
+    targets = Ragged.from_lists([row.nonzero()[:, 0].tolist() for row in truth])
+    losses = []
+    for _ in range(8):
+        outputs = engine(words.embed(ids), mask)
+        loss = head.loss(outputs, targets, lr=LR, **({"parents": parents} if grouped else {}))
+        loss.retain_grad()
+        engine.backward(loss)
+        words.learn(1.0 / (float(loss.grad) * head.gradient_scale), LR)
+        engine.step()
+        losses.append(float(loss.detach()))
+    assert outputs[0].dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+    assert losses[-1] < losses[0]
+    module = plain_case._module().float()
+    module.load_state_dict(engine.weights())
+    beam = (parents, torch.full(parents.shape, 0.5)) if grouped else None
+    with torch.no_grad():
+        found = [head.top_k(m(words.embed(ids), mask), 4, beam)[0] for m in (engine, module)]
+    return (found[0], found[1]), torch.tensor(losses)
+
+
+CHECKS = [check_zero_0, check_zero_1, check_zero_3, check_bf16]
 _errors: dict[str, list[str]] = {}
 
 

@@ -169,7 +169,7 @@ class CandidateLabelLayer(LabelRows):
             dE = torch.zeros_like(E)
             if train:
                 dE = self._learn(E, candidates, derivative.mul_(1.0 / normaliser), lr)
-            return (total / normaliser).to(x.dtype), dE.to(x.dtype)
+            return (total / normaliser).to(E.dtype), dE
 
         return fused_loss(embeddings, compute)
 

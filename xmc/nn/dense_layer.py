@@ -93,7 +93,7 @@ class DenseLabelLayer(LabelRows):
                 self._learn(start, stop, derivative, E, lr, buffers.gradient)
         if top_k:
             best.append(best_so_far if best_so_far is not None else _no_keys(batch, top_k, E.device))
-        return (total / normaliser).to(embeddings.dtype), dE_t.t().to(embeddings.dtype)
+        return (total / normaliser).to(E.dtype), dE_t.t()
 
     def _scores(self, E_t: Tensor, start: int, stop: int, out: Tensor) -> Tensor:
         """(c × B) scores of rows [start, stop)."""

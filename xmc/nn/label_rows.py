@@ -59,6 +59,11 @@ class LabelRows:
             name: row_optimiser(table, optimiser) for name, table in self.tables().items()
         }
 
+    def start_at(self, rates: Tensor) -> None:
+        """Set the biases, where there are any, so that each label starts with its rate (L,) as probability."""
+        if self.bias is not None:
+            self.bias.copy_(torch.logit(rates[self.block.start : self.block.stop]))
+
     def tables(self) -> dict[str, Tensor]:
         """The trained tensors by name."""
         return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
@@ -75,7 +80,8 @@ class LabelRows:
     def load(self, reader: RowReader, *, with_optimiser: bool = True) -> None:
         """Fill this block's rows from any division of the saved rows."""
         for name, tensor in (self.tensors() if with_optimiser else self.tables()).items():
-            tensor.copy_(reader(name, self.block.start, self.block.stop))
+            for start, stop in self.spans(1):  # read at once, the rows would be in memory twice
+                tensor[start:stop].copy_(reader(name, self.block.start + start, self.block.start + stop))
 
     @property
     def step_count(self) -> int:

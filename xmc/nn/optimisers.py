@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,12 @@ class RowOptimiser:
         self.config = config
         self.weight_decay = config.weight_decay if weight_decay is None else weight_decay
         self.step = 0
-        self.state: dict[str, Tensor] = {name: torch.zeros_like(table) for name in self.state_names}
+        self._table = table
+
+    @cached_property
+    def state(self) -> dict[str, Tensor]:
+        """By name, each as large as the table. Made when first asked for: rows that only predict need none."""
+        return {name: torch.zeros_like(self._table) for name in self.state_names}
 
     def begin_step(self) -> None:
         self.step += 1
@@ -70,7 +76,7 @@ class Sgd(RowOptimiser):
     def __init__(self, table: Tensor, config: RowOptimiserConfig, weight_decay: float | None = None) -> None:
         super().__init__(table, config, weight_decay)
         if config.momentum > 0.0:
-            self.state["momentum"] = torch.zeros_like(table)
+            self.state_names = ("momentum",)
 
     def update(self, table: Tensor, start: int, stop: int, gradient: Tensor, lr: float) -> None:
         if start == stop:

@@ -8,7 +8,7 @@ Legend: L labels, b documents of this rank, B documents of all ranks, d width, k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,22 +185,31 @@ def sum_over_ranks(part: Tensor) -> Tensor:
     return _SumOverRanks.apply(part)
 
 
-class _Fused(torch.autograd.Function):
+class _KnownGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, compute: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        loss, gradient = compute(x)
-        ctx.save_for_backward(gradient)
-        return loss
+    def forward(ctx: Any, loss: Tensor, known: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*known)
+        ctx.dtypes = [x.dtype for x in inputs]
+        return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0].to(gradient.dtype), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # Rounded to 16 bits only once the loss scale is in: before it, small gradients would become 0.
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, None, *((known * gradients[0]).to(dtype) for known, dtype in pairs)
+
+
+def known_gradients(loss: Tensor, gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+    """A scalar loss whose gradients for its inputs are known already. They, and the loss, may be of a wider dtype than
+    the inputs."""
+    return _KnownGradients.apply(loss, gradients, *inputs)
 
 
 def fused_loss(x: Tensor, compute: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
     """A scalar loss whose gradient for x is computed with it: `compute(x)` returns (loss, d loss / d x)."""
-    return _Fused.apply(x, compute)
+    with torch.no_grad():
+        loss, gradient = compute(x.detach())
+    return known_gradients(loss, [gradient], [x])
 
 
 # --- best labels ----------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from xmc.errors import InputError
 from xmc.labels.partition import tail_widths
 from xmc.nn.dense_layer import DenseLabelLayer, positive_keys
 from xmc.nn.encoders import Encoder
-from xmc.nn.heads.base import LabelHead, own_rows
+from xmc.nn.heads.base import LabelHead, document_rates, own_rows
 from xmc.nn.heads.light_xml import LabelClusters
 from xmc.nn.losses import PairLoss, bce
 from xmc.nn.optimisers import RowOptimiserConfig
@@ -90,6 +90,12 @@ class TailInputs(nn.Module):
         self.logits = nn.Linear(width, num_tails, bias=config.bias) if num_tails else None
         self.projections = nn.ModuleList(_projection(width, w, config.projection) for w in widths)
         self._rows: Sequence[Tensor] | None = None
+
+    @torch.no_grad()
+    def start_at(self, rates: Tensor) -> None:
+        """Set the biases, where there are any, so that each tail starts with its rate (K,) as probability."""
+        if self.logits is not None and self.logits.bias is not None:
+            self.logits.bias.copy_(torch.logit(rates))
 
     def expect(self, rows: Sequence[Tensor]) -> None:
         """Project in the next forward pass only these documents (n_i,) to tail i. A tail without any gets a gradient of
@@ -293,6 +299,20 @@ class AplcHead(LabelHead):
         self.layers |= {
             f"tail_{letter}": tail for letter, tail in zip(string.ascii_lowercase, self.tails, strict=False)
         }
+
+    def begin(self, targets: Ragged) -> None:
+        """See LabelHead; a tail's labels start from their rates among the documents that need the tail."""
+        rates = document_rates(targets, self.order.numel())[self.order]
+        among = [torch.ones_like(rates[:1]), *self.tail_rates(targets)]
+        for layer, part, whole in zip(
+            (self.head, *self.tails), rates.split(self._sizes.tolist()), among, strict=True
+        ):
+            layer.start_at((part / whole).clamp_max(1.0 - 1e-6))
+
+    def tail_rates(self, targets: Ragged) -> Tensor:
+        """(K,) the share of all ranks' documents that have a label in each tail."""
+        clusters = self._clusters(self.position[targets.ids])
+        return document_rates(Ragged(clusters, targets.offsets), 1 + len(self.tails))[1:]
 
     def members(self, targets: Ragged) -> list[Tensor]:
         """For each tail, which of this rank's documents (n_i,) have a label in it: what `TailInputs.expect` takes."""

@@ -18,7 +18,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +39,7 @@ from xmc.nn.sharding import (
     gather_embeddings,
     gather_ragged,
     gather_rows,
+    known_gradients,
     merge_best_keys,
     sum_over_ranks,
     unpack_keys,
@@ -111,6 +111,11 @@ class Texts:
     def of(self, documents: slice) -> Texts:
         return Texts(self.states[documents], self.first[documents], self.mask[documents], self.weights)
 
+    def to(self, dtype: torch.dtype) -> Texts:
+        return Texts(
+            self.states.to(dtype), self.first.to(dtype), self.mask, tuple(w.to(dtype) for w in self.weights)
+        )
+
     def leaves(self, dtype: torch.dtype) -> Texts:
         """The same numbers as leaves of a new graph."""
         fresh = [x.detach().to(dtype).requires_grad_() for x in self.differentiable]
@@ -125,19 +130,6 @@ def attention(states: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
     """α (B × c × T): how much each label row, (c × d) or (B × c × d), reads of each word; padding gets 0."""
     scores = torch.matmul(rows, states.transpose(1, 2))
     return scores.masked_fill(~mask[:, None, :], float("-inf")).softmax(-1)
-
-
-class _KnownGradients(torch.autograd.Function):
-    """A loss whose gradients for its inputs were computed with it."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*(g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)))
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(known * gradients[0].to(known.dtype) for known in ctx.saved_tensors)
 
 
 class AttentionRows(CandidateLabelLayer):
@@ -268,11 +260,11 @@ class _Work:
     def loss(self, scale: float) -> Tensor:
         """This block's part of the loss, with the graph to the texts given. The perceptron, which all ranks share and
         the engine averages, has its gradient scaled; that of the states is scaled where they are gathered."""
-        total = (self._total / self._normaliser).to(self._given.states.dtype)
+        total = (self._total / self._normaliser).to(self._texts.states.dtype)
         if not self.train:
             return total
         gradients = [*self._gradients[:2], *(g * scale for g in self._gradients[2:])]
-        return _KnownGradients.apply(total, gradients, *self._given.differentiable)
+        return known_gradients(total, gradients, self._given.differentiable)
 
 
 class _ByDocument:
@@ -391,7 +383,8 @@ class AttentionXmlHead(LabelHead):
         """See LabelHead. With groups, `beam` holds the documents' best nodes of the level above (b × C, −1 padding) and
         their probabilities (b × C), which those of their children are multiplied by."""
         sizes = [c[0] for c in gather_counts(outputs[0].shape[0], device=outputs[0].device)]
-        texts = self._gather(outputs, sizes)
+        # The module may compute in 16 bits; rows are read in their own.
+        texts = self._gather(outputs, sizes).to(self.rows.weight.dtype)
         if self.groups is None:
             logits, ids = unpack_keys(self.rows.best_of_all(texts, k))
             scores = torch.sigmoid(logits).masked_fill(ids < 0, float("-inf"))
@@ -411,7 +404,7 @@ class AttentionXmlHead(LabelHead):
         """(b × n × T): how much each of a document's labels (b × n) reads of each word. One rank has all rows: for
         explanations, not for training."""
         positions = labels if self.groups is None else self._position[labels]
-        return attention(outputs[0], outputs[2] != 0, self.rows.weight[positions].to(outputs[0].dtype))
+        return attention(outputs[0].to(self.rows.weight.dtype), outputs[2] != 0, self.rows.weight[positions])
 
     def _gather(self, outputs: tuple[Tensor, ...], sizes: list[int]) -> Texts:
         """All ranks' documents, padded to the longest."""

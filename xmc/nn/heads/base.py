@@ -32,6 +32,11 @@ class LabelHead(ABC):
         self.layers: dict[str, DenseLabelLayer | CandidateLabelLayer] = {}
         self.gradient_scale = float(world_size()) if averaging_engine else 1.0
 
+    def begin(self, targets: Ragged) -> None:  # noqa: B027 (heads without biases have nothing to do)
+        """Called once, before a training from nothing, with the labels of all of this rank's documents. Layers with
+        biases start from the labels' rates: else the first hundred steps teach all rows and the encoder no more than
+        that labels are rare, and of many labels the documents' embeddings come out alike."""
+
     @abstractmethod
     def loss(self, outputs: tuple[Tensor, ...], targets: Ragged, *, lr: float | None = None) -> Tensor:
         """The mean loss over all ranks' documents, with the graph to this rank's `outputs` of the engine module.
@@ -97,6 +102,16 @@ class LabelHead(ABC):
     def load_shared_state(self, state: Mapping[str, Tensor]) -> None:
         for name, layer in self.layers.items():
             layer.step_count = int(state[f"{name}.step"])
+
+
+def document_rates(targets: Ragged, num_classes: int) -> Tensor:
+    """(num_classes,) float64: the share of all ranks' documents that have each class; never quite 0 or 1."""
+    pairs = torch.unique(targets.documents() * num_classes + targets.ids)
+    counts = torch.bincount(pairs % num_classes, minlength=num_classes + 1)
+    counts[num_classes] = len(targets)
+    if world_size() > 1:
+        dist.all_reduce(counts)
+    return (counts[:-1].double() + 0.5) / (counts[-1] + 1.0)
 
 
 def own_rows(x: Tensor, sizes: list[int]) -> Tensor:

@@ -20,7 +20,7 @@ from xmc.errors import InputError
 from xmc.nn.candidates import CandidateLabelLayer, best_of_pairs, group_candidates
 from xmc.nn.dense_layer import DenseLabelLayer, positive_keys
 from xmc.nn.encoders import Encoder
-from xmc.nn.heads.base import LabelHead, own_rows
+from xmc.nn.heads.base import LabelHead, document_rates, own_rows
 from xmc.nn.optimisers import RowOptimiserConfig
 from xmc.nn.sharding import (
     LabelBlock,
@@ -162,6 +162,14 @@ class LightXmlHead(LabelHead):
         )
         self.layers["rank"] = self.rank
 
+    def begin(self, targets: Ragged) -> None:
+        if self.order is not None:
+            targets = Ragged(self._clusters(self.position[targets.ids]), targets.offsets)
+        self.recall.start_at(document_rates(targets, self.num_recalled))
+
+    def _clusters(self, positions: Tensor) -> Tensor:
+        return torch.searchsorted(self.offsets, positions, right=True) - 1
+
     def loss(
         self,
         outputs: tuple[Tensor, ...],
@@ -180,7 +188,7 @@ class LightXmlHead(LabelHead):
             part, _ = self._recall_loss(outputs[0], sizes, lists.ids, documents, lr, 0)
             return sum_over_ranks(part)
         positions = self.position[lists.ids]
-        clusters = torch.searchsorted(self.offsets, positions, right=True) - 1
+        clusters = self._clusters(positions)
         if self.config.negatives == "dynamic":
             recall, keys = self._recall_loss(
                 outputs[0], sizes, clusters, documents, lr, self.config.recalled_clusters

@@ -33,7 +33,8 @@ from xmc.nn.sharding import (
 
 @dataclass(frozen=True)
 class MatcherConfig:
-    optimiser: RowOptimiserConfig = field(default_factory=RowOptimiserConfig)
+    # the paper has no weight decay
+    optimiser: RowOptimiserConfig = field(default_factory=lambda: RowOptimiserConfig(weight_decay=0.0))
 
 
 class MatcherModule(nn.Module):
