@@ -27,6 +27,11 @@ def note(directory: Path) -> None:
         atomic_write_text(directory / _FILE, group.id.hex())
 
 
+def is_held(directory: Path) -> bool:
+    """Whether a group is noted in `directory` that nobody has given back yet."""
+    return (directory / _FILE).exists()
+
+
 def release(directory: Path) -> None:
     """Give back the group that was noted in `directory`, if there is one that still holds anything."""
     file = directory / _FILE

@@ -52,12 +52,13 @@ _ENVIRONMENT = {
 
 # `space(trial)` asks an Optuna trial for values and gives the settings that follow from them.
 Space = Callable[[optuna.Trial], dict[str, Any]]
-# `train(trial, home, report)`, in an actor: calls `report(metrics)` on its way and returns the final metrics.
+# `train(trial, home, report)`, in an actor: calls `report(metrics)`, with their `step`, on its way and returns the
+# final metrics.
 Train = Callable[[Trial, Path, Callable[[dict[str, float]], None]], dict[str, float]]
 
 
 def room(cpus: float, gpus: float) -> int:
-    """How many trials fit at once if each one's training group takes so much; at least one."""
+    """How many trials fit at once if each takes so much at least; at least one."""
     return pool.room(cpus + _TUNE_CPUS, gpus)
 
 
@@ -85,11 +86,13 @@ def run_trials(
     os.environ.update(_ENVIRONMENT)
     # It would name failed trials once more, by other names.
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
+    at_once = min(at_once, num_trials - len(ended))
     storage = root.parent / ".tune"
     shutil.rmtree(storage, ignore_errors=True)
     tuner = tune.Tuner(
         tune.with_resources(
-            tune.with_parameters(_TuneTrial, train=cloudpickle.dumps(train), root=root), {"cpu": _TUNE_CPUS}
+            tune.with_parameters(_TuneTrial, train=cloudpickle.dumps(train), root=root, at_once=at_once),
+            {"cpu": _TUNE_CPUS},
         ),
         tune_config=tune.TuneConfig(
             search_alg=search,
@@ -142,25 +145,28 @@ class _TuneTrial(tune.Trainable):
     loads all that training needs.
     """
 
-    def setup(self, config: dict[str, Any], train: bytes, root: Path) -> None:
+    def setup(self, config: dict[str, Any], train: bytes, root: Path, at_once: int) -> None:
         self._home = root / config["trial"]
         self._waiting = Trial.load(self._home).reports
-        self._known = {_line(metrics) for metrics in self._waiting}
+        self._last_step = self._waiting[-1]["step"] if self._waiting else -1
         self._place = 0
-        for name in (ERROR_FILE, REPORTS_FILE):
-            (self._home / name).unlink(missing_ok=True)
+        (self._home / ERROR_FILE).unlink(missing_ok=True)
+        # What was reported there and is not in the record yet is heard now.
         self._heard = Tail(self._home / REPORTS_FILE)
-        self._worker, self._result = pool.start(partial(_work, train, self._home))
+        self._job, self._at_once, self._worker = partial(_work, train, self._home), at_once, None
 
     def step(self) -> dict[str, Any]:
+        if not self._waiting and self._worker is None:
+            # Not before the old reports are judged: a trial that they end would hold what it has just reserved.
+            self._worker, self._result = pool.start(self._job, self._at_once)
         ended = False
         while not self._waiting and not ended:
             ended = self._has_ended(0.5)
-            for line in self._heard.lines():
+            for metrics in map(json.loads, self._heard.lines()):
                 # A training that goes on from its checkpoint repeats the measurements since then.
-                if line not in self._known:
-                    self._waiting.append(json.loads(line))
-                    self._known.add(line)
+                if metrics["step"] > self._last_step:
+                    self._waiting.append(metrics)
+                    self._last_step = metrics["step"]
         self._place += 1
         if self._waiting:
             return _result(self._waiting.pop(0), self._place - 1, "running")
@@ -169,7 +175,8 @@ class _TuneTrial(tune.Trainable):
 
     def cleanup(self) -> None:
         """End the work, if it goes on, and give back what its training group has reserved."""
-        ray.kill(self._worker)
+        if self._worker is not None:
+            ray.kill(self._worker)
         for stage in self._home.glob("stages/*"):
             groups.release(stage)
 
@@ -182,7 +189,7 @@ def _work(train: bytes, home: Path) -> tuple[dict[str, float], str]:
     error is Tune's, which tries once more."""
 
     def report(metrics: dict[str, float]) -> None:
-        append_line(home / REPORTS_FILE, _line(metrics))
+        append_line(home / REPORTS_FILE, json.dumps(metrics))
 
     try:
         work: Train = cloudpickle.loads(train)
@@ -193,10 +200,6 @@ def _work(train: bytes, home: Path) -> tuple[dict[str, float], str]:
         if not isinstance(error, InputError):
             raise
         return {}, "failed"
-
-
-def _line(metrics: dict[str, float]) -> str:
-    return json.dumps(metrics, sort_keys=True)
 
 
 def _result(metrics: dict[str, float], place: int, state: str) -> dict[str, Any]:
@@ -323,15 +326,15 @@ class Book(tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        known, place = self._trial(trial), result[_PLACE]
-        again = place < len(known.reports)  # after its driver or machine died
+        known = self._trial(trial)
+        if result[_PLACE] < len(known.reports):
+            return  # told again after its driver or machine died
         known.state = result[_STATE]
         if result[_METRICS]:
-            known.reports[place:] = [result[_METRICS]]
+            known.reports.append(result[_METRICS])
         known.save(self._root)
-        if known.state == "running" and not again:
-            at = f" at step {result[_METRICS]['step']:,}" if "step" in result[_METRICS] else ""
-            self._say(f"trial {known.name}  {self._values(known)}{at}")
+        if known.state == "running":
+            self._say(f"trial {known.name}  {self._values(known)} at step {result[_METRICS]['step']:,}")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._end(self._trial(trial))

@@ -22,8 +22,12 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table of its store
 RUN_FILE = "mlflow.json"
+# Begins the names of the figures that a sweep's own run has: those of its best trial.
+BEST_OF_SWEEP = "best_"
 # The store takes at most this many at once, and values no longer than this.
 _PARAMS_AT_ONCE, _METRICS_AT_ONCE, _LONGEST_VALUE = 100, 1000, 500
+# As many steps wait for a store that cannot be reached; the file of the stage has them all.
+_MOST_WAITING = 10_000
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Tracker:
         self._file = run_dir / RUN_FILE
         self.run_id = self._resume() or self._create(run_dir, config.experiment, name, parent)
         self._last_step = self._steps_logged()
+        self._waiting: list[Mapping[str, float]] = []
 
     def parameters(self, flat: Mapping[str, Any]) -> None:
         """Log settings; what was logged before stays (MLflow refuses changed ones)."""
@@ -55,24 +60,25 @@ class Tracker:
             self._client.log_batch(self.run_id, params=new[start : start + _PARAMS_AT_ONCE])
 
     def steps(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Log rows of metrics with `step` and `time` (seconds); steps that the store has already are left out."""
-        from mlflow.entities import Metric
+        """Log rows of metrics with `step` and `time` (seconds); steps that the store has already are left out.
 
-        fresh = [row for row in rows if row["step"] > self._last_step]
-        metrics = [
-            Metric(key, float(value), int(row["time"] * 1000), int(row["step"]))
-            for row in fresh
-            for key, value in row.items()
-            if key not in ("step", "time")
-        ]
-        for start in range(0, len(metrics), _METRICS_AT_ONCE):
-            self._client.log_batch(self.run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
-        self._last_step = max((int(row["step"]) for row in fresh), default=self._last_step)
+        A store that fails (locked by another trial, its server restarted) gets them with the next call, or at the end.
+        """
+        from mlflow.exceptions import MlflowException
+
+        self._waiting += rows
+        try:
+            self._log_waiting()
+        except MlflowException:
+            del self._waiting[:-_MOST_WAITING]
 
     def results(self, metrics: Mapping[str, float], files: Iterable[Path]) -> None:
         """Log the final metrics, and files (tables, plots) as artifacts."""
+        self._log_waiting()
+        # The value that MLflow shows is that of the last step.
+        step = max(self._last_step, 0)
         for key, value in metrics.items():
-            self._client.log_metric(self.run_id, key.replace("@", "_at_"), value)
+            self._client.log_metric(self.run_id, key.replace("@", "_at_"), value, step=step)
         for path in files:
             self._client.log_artifact(self.run_id, str(path))
 
@@ -102,7 +108,23 @@ class Tracker:
             mlflow.set_tracking_uri(previous)
 
     def finish(self, status: str = "FINISHED") -> None:
+        self._log_waiting()
         self._client.set_terminated(self.run_id, status)
+
+    def _log_waiting(self) -> None:
+        from mlflow.entities import Metric
+
+        fresh = [row for row in self._waiting if row["step"] > self._last_step]
+        metrics = [
+            Metric(key, float(value), int(row["time"] * 1000), int(row["step"]))
+            for row in fresh
+            for key, value in row.items()
+            if key not in ("step", "time")
+        ]
+        for start in range(0, len(metrics), _METRICS_AT_ONCE):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
+        self._last_step = max((int(row["step"]) for row in fresh), default=self._last_step)
+        self._waiting = []
 
     def _resume(self) -> str | None:
         from mlflow.exceptions import MlflowException

@@ -17,7 +17,7 @@ import ray.data
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from raycluster import groups
+from raycluster import groups, pool
 from raycluster.follow import Tail
 from raycluster.ingest import SplitByRank
 from raycluster.job import FAILURE_FILE, MESSAGES_FILE, STEPS_FILE, Job, TrainConfig, total_steps
@@ -77,23 +77,27 @@ def wants_gpu(config: TrainConfig) -> bool:
     return config.device == "cuda" or (config.device == "auto" and gpus >= config.workers)
 
 
-def group_resources(config: TrainConfig) -> tuple[float, float]:
-    """The CPUs and GPUs that a training group takes."""
-    cpus = config.workers * (config.cpus_per_worker or default_cpus(config.workers))
-    return cpus, config.workers if wants_gpu(config) else 0
+def least_resources(config: TrainConfig) -> tuple[float, float]:
+    """The CPUs and GPUs with which a training group counts in `pool.room`: by default such that as many train at once
+    as there are cores (and GPUs) for their ranks. With fewer beside it, a group takes more."""
+    cpus = ray.cluster_resources().get("CPU", 1)
+    a_core_each = max(0.01, config.workers * (cpus - 1) / cpus - pool.DRIVER_CPUS)
+    reserved = config.workers * config.cpus_per_worker or a_core_each
+    return reserved, config.workers if wants_gpu(config) else 0
 
 
 def default_cpus(workers: int) -> float:
     """Half a rank's share of the cluster's CPUs, and less where that would leave no whole CPU: a task of Ray Data asks
     for one, and drivers of members or trials for a little. A group that waits for such a task would wait for ever."""
     cpus = ray.cluster_resources().get("CPU", 1)
-    return max(0.01, round(min(cpus / 2, cpus - 1.2) / workers, 2))
+    return max(0.01, round(pool.share() * min(cpus / 2, cpus - 1.2) / workers, 2))
 
 
 def default_threads(workers: int) -> int:
-    """Torch threads of a rank: the CPUs of its node over the ranks that share it."""
+    """Torch threads of a rank: the CPUs of its node over the ranks that share it, those of the groups that train at the
+    same time among them."""
     nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    per_node = -(-workers // max(len(nodes), 1))
+    per_node = -(-round(workers / pool.share()) // max(len(nodes), 1))
     return max(1, int(max(nodes) / per_node))
 
 

@@ -30,6 +30,23 @@ def runs(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
     return [good, make_run(home / "poor", corpus, guess(corpus, "test", 4.0, 1, 5))]
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"  # making one takes seconds
+
+
+def track(directory: Path, config: TrackingConfig, corpus_path: str, **metrics: float) -> str:
+    """The run of a directory in MLflow, with these figures; its id."""
+    directory.mkdir(exist_ok=True)
+    tracker = Tracker(directory, config, directory.name)
+    settings = {"run": {"dir": str(directory)}, "system": "light_xml", "corpus": {"path": corpus_path}}
+    tracker.parameters(flatten(settings))
+    tracker.steps([{"step": 1, "time": 1.0, "loss": 0.5}])
+    tracker.results(metrics, [])
+    tracker.finish()
+    return tracker.run_id
+
+
 def sources(*directories: Path) -> list[Source]:
     return [source for directory in directories for source in find(str(directory), None)]
 
@@ -116,18 +133,11 @@ def test_variants_stand_for_themselves(corpus: Corpus, tmp_path: Path):
     assert [Path(s.name).name for s in find(str(tmp_path / "ablation"), None)] == ["a", "b"]
 
 
-def test_runs_of_mlflow(corpus: Corpus, tmp_path: Path):
+def test_runs_of_mlflow(corpus: Corpus, tmp_path: Path, store: str):
     here = make_run(tmp_path / "here", corpus, guess(corpus, "test", 1.0, 0, 5))
-    config = TrackingConfig(uri=f"sqlite:///{tmp_path / 'mlflow.db'}", experiment="mine")
-    ids = []
-    for directory in (here, tmp_path / "gone"):
-        directory.mkdir(exist_ok=True)
-        tracker = Tracker(directory, config, directory.name)
-        tracker.parameters(flatten({"run": {"dir": str(directory)}, "seed": 1, "system": "light_xml"}))
-        tracker.steps([{"step": 1, "time": 1.0, "loss": 0.5}])
-        tracker.results({"P@1": 12.5, "tail.P@1": 1.0}, [])
-        tracker.finish()
-        ids.append(tracker.run_id)
+    config = TrackingConfig(uri=store, experiment="mine")
+    figures = {"P@1": 12.5, "tail.P@1": 1.0}
+    ids = [track(path, config, str(corpus.path), **figures) for path in (here, tmp_path / "gone")]
     Tracker(tmp_path, config, "never measured").finish()
     (tmp_path / "gone" / "mlflow.json").unlink()
 
@@ -141,5 +151,50 @@ def test_runs_of_mlflow(corpus: Corpus, tmp_path: Path):
     assert find(ids[1], config.uri)[0].values == {"P@1": 12.5, "tail.P@1": 1.0}
     alone = compare.compare(find(ids[1], config.uri))
     assert alone.num_documents == 0
-    with pytest.raises(InputError, match="neither a directory nor"):
+    with pytest.raises(InputError, match="neither a run's directory nor"):
         find("nothing", config.uri)
+
+
+def test_an_experiment_is_compared_on_one_test_part(
+    corpus: Corpus, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """All runs of a folder are in one experiment by default, whatever their data."""
+    config = TrackingConfig(
+        uri=store, experiment="xmc"
+    )  # also a directory of the repository, which is no run
+    other = make_corpus(tmp_path / "other", seed=1)
+    elsewhere = make_run(tmp_path / "elsewhere", other, guess(other, "test", 1.0, 0, 5))
+    track(elsewhere, config, str(other.path), **{"P@1": 1.0})
+    for name in ("one", "two"):
+        run = make_run(tmp_path / name, corpus, guess(corpus, "test", 1.0, 0, 5))
+        track(run, config, str(corpus.path), **{"P@1": 1.0})
+    track(tmp_path / "gone", config, str(corpus.path), **{"P@1": 1.0})
+    away = track(tmp_path / "away", config, "data/other", **{"P@1": 1.0})
+    swept = track(tmp_path / "sweep", config, str(corpus.path), **{"best_P@1": 99.0})
+    monkeypatch.setattr(sys, "argv", ["compare", "xmc", "--tracking-uri", store, "--resamples", "10"])
+    compare.main()
+    said = capsys.readouterr().out
+    left_out = [Path(line.split()[2].rstrip(":")).name for line in said.splitlines() if "left out" in line]
+    assert left_out == ["elsewhere", "away"]
+    shown = [line.split()[1] for line in said.splitlines() if "light_xml" in line]
+    assert shown == ["one", "two", "gone"]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--baseline", "elsewhere"])
+    compare.main()
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if "light_xml" in line] == [
+        "elsewhere"
+    ]
+    # A run that is named is refused, not left out.
+    named = [*sources(tmp_path / "one"), *find(away, store)]
+    assert compare.of_one_test(named, None) == ([0, 1], [])
+    with pytest.raises(InputError, match=r"away: is, by its settings, measured on other data than .*one"):
+        compare.compare(named)
+    with pytest.raises(InputError, match="sweep has no figures of its own"):
+        find(swept, store)
+
+
+def test_names_are_as_short_as_tells_them_apart():
+    short = compare._short_names
+    assert short(["runs/a", "runs/b"]) == ["a", "b"]
+    assert short(["/x/runs/a/variants/one", "/x/runs/b/variants/one"]) == ["a/variants/one", "b/variants/one"]
+    assert short(["runs/a", "runs/a"]) == ["a", "a"]
+    assert short(["a", "runs/a", "."]) == ["a", "runs/a", "."]

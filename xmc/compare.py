@@ -4,21 +4,26 @@
     python -m xmc.compare EXPERIMENT --tracking-uri sqlite:///runs/mlflow.db        or MLflow run ids
 
 RUN is a run's directory, of any system; one with variants stands for all of them. All must be measured on the same test
-documents. Figures are counted anew from the saved predictions, for all runs by the baseline's settings for metrics;
-intervals are over documents, paired (see xmc/evaluation/bootstrap.py). An MLflow run whose directory is not here
-is shown with the figures that MLflow has, without intervals.
+documents; an experiment's runs that are not are named and left out. Figures are counted anew from the saved
+predictions, for all runs by the baseline's settings for metrics; intervals are over documents, paired (see
+xmc/evaluation/bootstrap.py). An MLflow run whose directory is not here is shown with the figures that MLflow has,
+without intervals.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycluster.tracking import RUN_FILE  # before MLflow is imported: it sets its quiet defaults
+# Before MLflow is imported: it sets its quiet defaults.
+from raycluster.tracking import BEST_OF_SWEEP, RUN_FILE
 from xmc.errors import InputError, exit_on_input_error
 
 if TYPE_CHECKING:
@@ -53,8 +58,12 @@ def main() -> None:
     from xmc.files import atomic_write_text
 
     sources = [source for word in arguments.runs for source in find(word, arguments.tracking_uri)]
-    baseline = _place(arguments.baseline, sources) if arguments.baseline else 0
-    comparison = compare(sources, baseline, arguments.resamples, arguments.seed)
+    baseline = _place(arguments.baseline, sources) if arguments.baseline else None
+    kept, left_out = of_one_test(sources, baseline)
+    for reason in left_out:
+        print(f"left out  {reason}")
+    first = 0 if baseline is None else kept.index(baseline)
+    comparison = compare([sources[place] for place in kept], first, arguments.resamples, arguments.seed)
     print(format_comparison(comparison))
     for file, render in (
         (arguments.csv, to_csv),
@@ -78,17 +87,20 @@ class Source:
     settings: dict[str, Any] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     curves: dict[str, np.ndarray] = field(default_factory=dict)
+    # Whether it was not named itself but is one of an experiment's.
+    found: bool = False
 
 
 def find(word: str, tracking_uri: str | None) -> list[Source]:
     """The run or runs that a word of the command line names."""
     path = Path(word)
-    if not path.is_dir():
-        if tracking_uri is None:
-            raise InputError(f"{word}: no such directory; MLflow's runs and experiments need --tracking-uri")
-        return _find_mlflow(word, tracking_uri)
     variants = sorted(variant for variant in path.glob("variants/*") if (variant / "stages").is_dir())
-    return [Source(str(run), run) for run in variants or [path]]
+    # An experiment may have the name of any other directory, as `xmc` has in this repository.
+    if variants or (path / "stages").is_dir():
+        return [Source(str(run), run) for run in variants or [path]]
+    if tracking_uri is None:
+        raise InputError(f"{word}: no run's directory; MLflow's runs and experiments need --tracking-uri")
+    return _find_mlflow(word, tracking_uri)
 
 
 def _find_mlflow(word: str, uri: str) -> list[Source]:
@@ -99,22 +111,31 @@ def _find_mlflow(word: str, uri: str) -> list[Source]:
     try:
         experiment = client.get_experiment_by_name(word)
         if experiment is None:
-            return [_of_mlflow(client, client.get_run(word), uri)]
+            return [_named_run(client, word, uri)]
         found = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
     except MlflowException as error:
-        raise InputError(f"{word}: neither a directory nor a run or experiment of {uri} ({error})") from error
+        raise InputError(
+            f"{word}: neither a run's directory nor a run or experiment of {uri} ({error})"
+        ) from error
     measured = [run for run in found if _values(run)]
     if not measured:
         raise InputError(f"{word}: none of the {len(found)} runs of this experiment has been measured")
-    return [_of_mlflow(client, run, uri) for run in measured]
+    return [_of_mlflow(client, run, uri, found=True) for run in measured]
 
 
-def _of_mlflow(client: Any, run: Any, uri: str) -> Source:
+def _named_run(client: Any, run_id: str, uri: str) -> Source:
+    run = client.get_run(run_id)
+    if not _values(run):
+        raise InputError(f"{run_id}: {run.info.run_name} has no figures of its own; of a sweep, name trials")
+    return _of_mlflow(client, run, uri, found=False)
+
+
+def _of_mlflow(client: Any, run: Any, uri: str, found: bool) -> Source:
     import numpy as np
 
     directory = _directory_of(run, uri)
     if directory is not None:
-        return Source(str(directory), directory)
+        return Source(str(directory), directory, found=found)
     history = client.get_metric_history(run.info.run_id, "loss")
     curve = np.array([(metric.step, metric.value) for metric in history]).reshape(-1, 2)
     return Source(
@@ -123,12 +144,17 @@ def _of_mlflow(client: Any, run: Any, uri: str) -> Source:
         dict(run.data.params),
         _values(run),
         {"train": curve} if len(curve) else {},
+        found,
     )
 
 
 def _values(run: Any) -> dict[str, float]:
-    """The figures that a run logged, by the names of its table."""
-    return {key.replace("_at_", "@"): value for key, value in run.data.metrics.items() if "_at_" in key}
+    """The figures that a run logged, by the names of its table; a sweep's own run has none but its best trial's."""
+    return {
+        key.replace("_at_", "@"): value
+        for key, value in run.data.metrics.items()
+        if "_at_" in key and not key.startswith(BEST_OF_SWEEP)
+    }
 
 
 def _directory_of(run: Any, uri: str) -> Path | None:
@@ -151,6 +177,86 @@ def _place(wanted: str, sources: Sequence[Source]) -> int:
     raise InputError(f"--baseline {wanted}: is none of the runs that are compared: {names}")
 
 
+# ------------------------------------------------------------------------------------------------ test parts
+
+
+@dataclass(frozen=True)
+class TestPart:
+    """What a run is measured on: what its settings call it, and hashes where its corpus is here."""
+
+    name: str
+    path: str
+    documents: str = ""
+    truth: str = ""
+
+    def difference(self, other: TestPart) -> str:
+        """Why figures of the two cannot be compared, as the words between the runs' names; empty where they can."""
+        if not self.documents or not other.documents:
+            same = self.path == other.path or (self.name and self.name == other.name)
+            return "" if same else "is, by its settings, measured on other data than"
+        if self.documents != other.documents:
+            return "is measured on other test documents than"
+        return "" if self.truth == other.truth else "knows other labels, and so other true ones of test, than"
+
+
+def of_one_test(sources: Sequence[Source], baseline: int | None) -> tuple[list[int], list[str]]:
+    """The places of the runs that are measured on what the baseline is, or else the first that was named, or else most;
+    and for each other one why it is left out. Those that were named stay in any case: `compare` refuses them."""
+    parts, left_out = {}, []
+    for place, source in enumerate(sources):
+        try:
+            parts[place] = _test_part(source)
+        except InputError as error:
+            if not source.found or place == baseline:
+                raise
+            left_out.append(str(error))
+    if not parts:
+        raise InputError("; ".join(left_out))
+    named = [place for place in parts if not sources[place].found]
+    wanted = baseline if baseline is not None else named[0] if named else _most_common(parts)
+    kept = []
+    for place, part in parts.items():
+        if (why := part.difference(parts[wanted])) and sources[place].found:
+            left_out.append(f"{sources[place].name}: {why} {sources[wanted].name}")
+        else:
+            kept.append(place)
+    return kept, left_out
+
+
+def _most_common(parts: Mapping[int, TestPart]) -> int:
+    """The place of the first run whose test part most runs share."""
+    shared = {
+        place: sum(not part.difference(other) for other in parts.values()) for place, part in parts.items()
+    }
+    return max(shared, key=lambda place: shared[place])
+
+
+def _test_part(source: Source) -> TestPart:
+    if source.directory is None:
+        return _said_part(source.settings)
+    measured = Measured.read(source.directory)
+    said = _said_part(measured.settings)
+    return TestPart(said.name, said.path, *_test_hashes(measured.corpus.path.resolve()))
+
+
+def _said_part(settings: Mapping[str, Any]) -> TestPart:
+    return TestPart(*(str(settings.get(f"corpus.{key}") or "") for key in ("name", "path")))
+
+
+@cache
+def _test_hashes(path: Path) -> tuple[str, str]:
+    """Of a corpus' test documents, and of their true labels by name."""
+    from xmc.corpus.store import Corpus
+
+    corpus = Corpus.open(path)
+    matrix = corpus.label_matrix("test")
+    truth = hashlib.sha256("\0".join(corpus.labels.names[: corpus.num_labels].to_pylist()).encode())
+    for array in (matrix.indptr, matrix.indices, corpus.num_unseen("test")):
+        truth.update(array.astype("int64").tobytes())
+    documents = hashlib.sha256("\0".join(corpus.ids("test").to_pylist()).encode())
+    return documents.hexdigest(), truth.hexdigest()
+
+
 # ------------------------------------------------------------------------------------------------ measuring
 
 
@@ -160,26 +266,30 @@ class Measured:
 
     model: Path
     corpus: Corpus
-    predictions: TopK
+    evaluated: Path
 
     @classmethod
     def read(cls, directory: Path) -> Measured:
         from raycluster.stages import RECORD
         from xmc.corpus.store import Corpus
-        from xmc.labels.topk import TopK
         from xmc.model import model_directory
-        from xmc.run import PREDICTIONS
 
         model = model_directory(directory)
         for evaluated in sorted(directory.glob("stages/evaluate-*")):
             record = json.loads((evaluated / RECORD).read_text())
             if record["settings"]["model"] == model.name:
                 corpus = Corpus.open(directory / "stages" / record["inputs"]["corpus"] / "corpus")
-                return cls(model, corpus, TopK.load(evaluated / PREDICTIONS))
+                return cls(model, corpus, evaluated)
         raise InputError(
             f"{directory}: has no saved predictions for a test part; train with one (corpus.test_fraction=0.1, or a "
             "test file), or give the training command again to finish it"
         )
+
+    def predictions(self) -> TopK:
+        from xmc.labels.topk import TopK
+        from xmc.run import PREDICTIONS
+
+        return TopK.load(self.evaluated / PREDICTIONS)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -213,13 +323,22 @@ class Measured:
 def compare(
     sources: Sequence[Source], baseline: int = 0, num_resamples: int = 1000, seed: int = 0
 ) -> Comparison:
-    """The runs measured by the same rule on the same documents and the same resamples of them."""
+    """The runs measured by the same rule on the same documents and the same resamples of them.
+
+    Raises InputError for a run that is measured on others.
+    """
     from xmc.evaluation.bootstrap import resample
     from xmc.evaluation.comparison import Comparison, Run
 
     here = {i: Measured.read(s.directory) for i, s in enumerate(sources) if s.directory is not None}
     # The rule is the baseline's; where its directory is not here, the first one's that is.
-    values, parts = _measure(here, baseline if baseline in here else min(here, default=0), sources)
+    rule = baseline if baseline in here else min(here, default=0)
+    tests = [_test_part(source) for source in sources]
+    for number, source in enumerate(sources):
+        other = rule if number in here and number != rule else baseline
+        if why := tests[number].difference(tests[other]):
+            raise InputError(f"{source.name}: {why} {sources[other].name}; compare runs of one test part")
+    values, parts = _measure(here, rule, sources)
     resampled = (
         dict(zip(here, resample(list(parts.values()), num_resamples, seed), strict=True)) if here else {}
     )
@@ -251,39 +370,23 @@ def _measure(
     measured = run.measurer(corpus, "test", config)
     values, parts = {}, {}
     for number, one in here.items():
-        _check_same_test(one.corpus, corpus, sources[number].name, sources[rule].name)
+        predictions = one.predictions()
         try:
-            values[number] = measured(one.predictions).values
-            parts[number] = run.metrics_of(corpus, config).parts(one.predictions, truth, num_unseen)
+            values[number] = measured(predictions).values
+            parts[number] = run.metrics_of(corpus, config).parts(predictions, truth, num_unseen)
         except InputError as error:
             raise InputError(f"{sources[number].name}: {error}") from error
     return values, parts
 
 
-def _check_same_test(corpus: Corpus, other: Corpus, name: str, other_name: str) -> None:
-    """Figures of other documents, or of other labels, cannot be compared."""
-    import numpy as np
-
-    if corpus.path.resolve() == other.path.resolve():
-        return
-    if not corpus.ids("test").equals(other.ids("test")):
-        raise InputError(
-            f"{name}: is measured on other test documents than {other_name}; compare runs of the same test part"
-        )
-    names = [one.labels.names[: one.num_labels] for one in (corpus, other)]
-    truths = [one.label_matrix("test") for one in (corpus, other)]
-    same_truth = names[0].equals(names[1]) and (truths[0] != truths[1]).nnz == 0
-    if not same_truth or not np.array_equal(corpus.num_unseen("test"), other.num_unseen("test")):
-        raise InputError(
-            f"{name}: knows other labels than {other_name}, so that their test documents have other true labels; "
-            "compare runs that are trained on the same labels"
-        )
-
-
 def _short_names(names: Sequence[str]) -> list[str]:
-    """The names without the directories that all of them share; a single part of a path where that tells them apart."""
-    last = [Path(name).name for name in names]
-    return last if len(set(last)) == len(last) else list(names)
+    """The names' last parts where those tell them apart, else the names without the directories that all share."""
+    parts = [Path(name).parts or (name,) for name in names]
+    if len({own[-1] for own in parts}) == len(parts):
+        return [own[-1] for own in parts]
+    levels = zip(*(own[:-1] for own in parts), strict=False)
+    shared = len(list(takewhile(lambda level: len(set(level)) == 1, levels)))
+    return [str(Path(*own[shared:])) for own in parts]
 
 
 if __name__ == "__main__":

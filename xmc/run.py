@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -41,6 +42,7 @@ from xmc.systems.shared_stages import corpus_stage, open_corpus
 
 PREDICTIONS, METRICS = "predictions.parquet", "metrics.json"
 MEMBER_MESSAGES = "members/messages.txt"
+_SECONDS_BETWEEN_SIGNS = 60.0
 
 
 def train(config: Any) -> Path:
@@ -206,8 +208,8 @@ def train_trial(
         say(line)
 
     def heard(rows: list[dict[str, float]]) -> None:
-        tracker.steps(rows)
         on_steps(rows)
+        tracker.steps(rows)
 
     runner = Runner(stages, told)
     runner.run(corpus_stage(config))
@@ -233,16 +235,25 @@ def member_config(config: Any, number: int) -> Any:
 def _ensemble(config: Any, directory: Path, runner: Runner, corpus: Corpus, tracker: Tracker) -> Path:
     """Train the members at once as far as there is room, then put their models together."""
     members = [member_config(config, number) for number in range(len(config.members))]
-    at_once = min(len(members), *(pool.room(*training_resources(member)) for member in members))
+    at_once = members_at_once(members)
     _say(f"{len(members)} members, {at_once} at a time")
     jobs = {
         f"member {number}": partial(_train_member, member, directory, runner.root, number, tracker.run_id)
         for number, member in enumerate(members)
     }
-    models = pool.run_all(jobs, at_once, directory / MEMBER_MESSAGES)
+    models = pool.run_all(jobs, at_once, pool.printing(directory / MEMBER_MESSAGES))
     on_valid = validation_predictions(config, models, corpus, runner)
     combination = fit_combination(config, corpus, on_valid)
     return runner.run(ensemble_stage(config, models, combination, corpus))
+
+
+def members_at_once(members: Sequence[Any]) -> int:
+    """How many members train at the same time.
+
+    Actors with a network, which some systems start between trainings, are not counted: as members use them they wait
+    for no task, so they come to their end however many there are.
+    """
+    return min(len(members), *(pool.room(*_least_resources(member)) for member in members))
 
 
 def validation_predictions(config: Any, models: Sequence[Path], corpus: Corpus, runner: Runner) -> list[TopK]:
@@ -313,12 +324,15 @@ def ensemble_stage(config: Any, models: Sequence[Path], combination: Combination
 
 
 def training_resources(config: Any) -> tuple[float, float]:
-    """CPUs and GPUs that a run holds at once: its training group, later the actors that label documents. One without a
-    network trains by tasks, which queue."""
-    if not hasattr(config, "train"):
-        return trainer.default_cpus(1), 0
-    cpus, gpus = trainer.group_resources(config.train)
+    """CPUs and GPUs that a trial needs at least: for its training group, later for the actors that label documents,
+    which tasks read for them."""
+    cpus, gpus = _least_resources(config)
     return max(cpus, inference.reserved_cpus()), gpus
+
+
+def _least_resources(config: Any) -> tuple[float, float]:
+    """The same for training alone. What has no network trains by tasks, which use the whole cluster and queue."""
+    return trainer.least_resources(config.train) if hasattr(config, "train") else (trainer.default_cpus(1), 0)
 
 
 def _train_member(config: Any, directory: Path, stages: Path, number: int, parent: str) -> Path:
@@ -331,11 +345,34 @@ def _train_member(config: Any, directory: Path, stages: Path, number: int, paren
     )
     tracker.parameters(flatten(to_mapping(config)))
     messages = directory / MEMBER_MESSAGES
-    runner = Runner(stages, lambda line: append_line(messages, f"member {number}: {line}"))
+
+    def say(line: str) -> None:
+        append_line(messages, f"member {number}: {line}")
+
+    show = _signs(say)
+
+    def heard(rows: list[dict[str, float]]) -> None:
+        tracker.steps(rows)
+        show(rows)
+
+    runner = Runner(stages, say)
     runner.run(corpus_stage(config))
-    model = runner.run(_network_stages(config, open_corpus(runner.done), runner, tracker.steps))
+    model = runner.run(_network_stages(config, open_corpus(runner.done), runner, heard))
     tracker.finish()
     return model
+
+
+def _signs(say: Callable[[str], None]) -> StepCallback:
+    """Says now and then how far a training is."""
+    said = time.monotonic()
+
+    def show(rows: list[dict[str, float]]) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _SECONDS_BETWEEN_SIGNS:
+            said = time.monotonic()
+            say(f"step {rows[-1]['step']:,}, loss {rows[-1]['loss']:.4f}")
+
+    return show
 
 
 def _uri(directory: Path) -> str:

@@ -27,12 +27,13 @@ from typing import Any
 import optuna
 
 import tune_spaces
+from raycluster import groups
 from raycluster.follow import append_line
 from raycluster.job import VALIDATION_KS
 from raycluster.stages import RECORD as STAGE_RECORD
 from raycluster.stages import Runner, is_done
 from raycluster.sweep import room, run_trials
-from raycluster.tracking import RUN_FILE, Tracker, TrackingConfig
+from raycluster.tracking import BEST_OF_SWEEP, RUN_FILE, Tracker, TrackingConfig
 from xmc import run
 from xmc.corpus.store import Corpus
 from xmc.errors import InputError
@@ -306,7 +307,11 @@ def _close_run(home: Path, tracking: TrackingConfig, trial: Trial) -> None:
 
 def remove_losers(directory: Path, objective: Objective) -> list[Path]:
     """Remove what trials that lost have trained, unless a trial that did not is made of it too; return what was there.
-    What comes before training (tokens, clusters …) stays for trials to come."""
+    What comes before training (tokens, clusters …) stays for trials to come.
+
+    A stage whose training group is still held is left: Tune tells of a trial's end before it ends the trial's actor,
+    which finds there what it has to give back.
+    """
     root, stages = directory / "trials", directory / "stages"
     trials = load_trials(root)
     winners = {trial.number for trial in front(trials, objective)}
@@ -315,8 +320,9 @@ def remove_losers(directory: Path, objective: Objective) -> list[Path]:
     found = []
     for name in sorted({name for trial in lost for name in _made_of(root / trial.name)} - needed):
         if _is_trained(stages, name) and (stages / name).exists():
-            shutil.rmtree(stages / name, ignore_errors=True)
             found.append(stages / name)
+            if not groups.is_held(stages / name):
+                shutil.rmtree(stages / name, ignore_errors=True)
     return found
 
 
@@ -335,10 +341,14 @@ def _is_trained(stages: Path, name: str) -> bool:
 
 
 def _remove_for_good(directory: Path, objective: Objective) -> None:
-    """At the end: the processes of a trial that was just stopped may still be writing."""
+    """At the end: the processes of a trial that was just stopped may still be writing, and its actor may have been
+    ended before it gave back the training group."""
     deadline = time.monotonic() + _SECONDS_FOR_LAST_WRITES
-    while remove_losers(directory, objective) and time.monotonic() < deadline:
+    while (left := remove_losers(directory, objective)) and time.monotonic() < deadline:
         time.sleep(1)
+    for stage in left:
+        groups.release(stage)
+        shutil.rmtree(stage, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------------------ the end
@@ -365,7 +375,8 @@ def _finish(
     values = {name: winner.value(name) for name in winner.reports[-1]}
     files = [directory / name for name in ("table.txt", "trials.csv", BEST)]
     tracker.results(
-        {f"best_{key}": value for key, value in values.items() if value is not None}, [*files, *plots]
+        {f"{BEST_OF_SWEEP}{key}": value for key, value in values.items() if value is not None},
+        [*files, *plots],
     )
     print(f"\n{table}\n")
     print(f"table        {shown / 'trials.csv'}")

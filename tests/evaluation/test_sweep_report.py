@@ -55,3 +55,11 @@ def test_plots_are_drawn_where_there_is_something_to_show(tmp_path: Path):
     alone = [Trial(0, {"name": "a"}, {"name": "a"}, "done", [{"P@1": 1.0}])]
     assert names(plot_trials(alone, Objective("P@1"), tmp_path)) == ["parallel.png"]
     assert plot_trials([trials()[5]], Objective("P@1"), tmp_path) == []
+    # Most trials of a sweep are stopped: they are drawn too.
+    most_stopped = trials()[:3]
+    for trial in most_stopped[1:]:
+        trial.state = "stopped"
+    assert names(plot_trials(most_stopped, Objective("P@1"), tmp_path))[1:] == [
+        "clusters.png",
+        "partitions.png",
+    ]

@@ -23,10 +23,11 @@ from ray.tune.search import Searcher
 
 from raycluster import groups, sweep
 from raycluster.follow import append_line
-from raycluster.sweep import Search, room, run_trials
+from raycluster.sweep import Book, Search, room, run_trials
 from xmc import config, run
 from xmc.errors import InputError
 from xmc.evaluation.trials import Objective, Trial, load_trials
+from xmc.sweep import remove_losers
 
 PRECISION = Objective("P@1")
 
@@ -89,6 +90,26 @@ def test_early_stopping_remembers_earlier_trials():
     assert decide(sweep._scheduler(PRECISION, earlier), 55.0) == TrialScheduler.CONTINUE
 
 
+def test_old_reports_that_are_told_again_leave_the_record_whole(tmp_path: Path):
+    left = ended(0, 0.5, state="running")
+    left.reports = [{"P@1": value, "step": step} for step, value in ((10, 1.0), (20, 2.0))]
+    left.save(tmp_path)
+    said: list[str] = []
+    book = Book(tmp_path, {0: left}, PRECISION, 1, lambda trial: None, said.append)
+
+    def tell(metrics: dict[str, float], place: int, state: str) -> list[dict[str, float]]:
+        result = {"metrics": metrics, "place": place, "state": state}
+        book.on_trial_result(0, [], SimpleNamespace(config={"trial": "000"}), result)
+        return Trial.load(tmp_path / "000").reports
+
+    assert tell({"P@1": 1.0, "step": 10}, 0, "running") == left.reports
+    assert len(left.reports) == 2
+    assert said == []
+    assert len(tell({"P@1": 3.0, "step": 30}, 2, "running")) == 3
+    assert said == ["trial 000  P@1 3 at step 30"]
+    assert tell({"P@1": 3.0}, 3, "done")[-1] == {"P@1": 3.0}
+
+
 @pytest.mark.parametrize(
     ("cpus", "gpus", "fit"), [(1.0, 0, 1), (0.2, 0, 3), (4.0, 0, 1), (0.2, 1, 1), (0.2, 0.5, 2)]
 )
@@ -110,17 +131,21 @@ def test_a_run_counts_with_the_actors_that_label_its_documents(monkeypatch: pyte
 
 
 def train(trial: Trial, home: Path, report: Any) -> dict[str, float]:
-    """Trial 1 cannot work; trial 2 fails once, trial 3 is killed once; all others learn what x lets them."""
+    """Trial 1 cannot work; trial 2 fails once, trial 3 is killed once; all others learn what x lets them.
+
+    Nothing is measured twice to the same number: each step again gives a little more.
+    """
     (home / "attempts").open("a").write("once\n")
     if trial.number == 1:
         raise InputError("no such setting")
     if trial.number == 2 and (home / "attempts").read_text().count("once") == 1:
-        report({"P@1": 1.0, "step": 1.0})
+        report({"P@1": 1.0, "step": 1})
         raise RuntimeError("the machine is gone")
     if trial.number == 3 and (home / "attempts").read_text().count("once") == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     for step in range(1, 4):
-        report({"P@1": float(step), "step": float(step)})
+        again = (home / "attempts").read_text().count("once") - 1
+        report({"P@1": step + 0.1 * again, "step": step})
     return {"P@1": 10.0 + trial.settings["x"]}
 
 
@@ -140,7 +165,7 @@ def test_a_trial_that_fails_ends_nothing_and_one_that_dies_goes_on(ray_session: 
     assert (tmp_path / "003" / "attempts").read_text() == "once\n" * 2
     assert any("003  failed and is tried again  its process died" in line for line in heard)
     # What trial 2 reported before it died is not reported twice.
-    assert [report["P@1"] for report in trials[2].reports[:-1]] == [1.0, 2.0, 3.0]
+    assert [report["P@1"] for report in trials[2].reports[:-1]] == [1.0, 2.1, 3.1]
     assert any("002  failed and is tried again  RuntimeError: the machine is gone" in line for line in heard)
     assert run_trials(tmp_path, space, train, PRECISION, 4, 2, 1, over.append, heard.append) == trials
     assert json.loads((tmp_path / "000" / "trial.json").read_text())["state"] == "done"
@@ -159,13 +184,15 @@ def lag(trial: Trial, home: Path, report: Any) -> dict[str, float]:
         if not within(120, lambda: ray.available_resources().get("CPU", 0) > 1.5):
             raise InputError("the stopped trial holds its CPUs")
         return {"P@1": 95.0}
-    pids, stage = home / "pids", home / "stages" / "train"
+    pids, stage = home / "pids", home.parent.parent / "stages" / "train-a"
     stage.mkdir(parents=True)
+    (home / "stages").mkdir()
+    (home / "stages" / stage.name).symlink_to(stage)
     append_line(pids, str(os.getpid()))
 
     def tell() -> None:
         assert within(600, lambda: len(pids.read_text().splitlines()) == 2)
-        report({"P@1": 1.0})
+        report({"P@1": 1.0, "step": 7})
 
     threading.Thread(target=tell, daemon=True).start()
     TorchTrainer(
@@ -186,11 +213,20 @@ def within(seconds: float, condition: Callable[[], bool]) -> bool:
 
 @pytest.mark.slow
 def test_a_stopped_trial_leaves_no_process_and_gives_back_what_it_reserved(ray_session: None, tmp_path: Path):
+    root, stage = tmp_path / "trials", tmp_path / "stages" / "train-a"
     for number in range(3):
-        ended(number, 0.1 * number, 90.0).save(tmp_path)
-    trials = run_trials(tmp_path, space, lag, PRECISION, 5, 1, 1, lambda trial: None, print)
+        ended(number, 0.1 * number, 90.0).save(root)
+    over: list[int] = []
+
+    def on_end(trial: Trial) -> None:  # as a real sweep's: before Tune ends the trial's actor
+        over.append(trial.number)
+        remove_losers(tmp_path, PRECISION)
+
+    trials = run_trials(root, space, lag, PRECISION, 5, 1, 1, on_end, print)
+    assert over == [3, 4]
     assert [(trial.state, trial.error) for trial in trials[3:]] == [("stopped", ""), ("done", "")]
-    assert trials[3].reports == [{"P@1": 1.0}]
-    assert not (tmp_path / "003" / "error.txt").exists()
-    pids = [int(line) for line in (tmp_path / "003" / "pids").read_text().splitlines()]
+    assert trials[3].reports == [{"P@1": 1.0, "step": 7}]
+    assert not (root / "003" / "error.txt").exists()
+    pids = [int(line) for line in (root / "003" / "pids").read_text().splitlines()]
     assert within(60, lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert not stage.exists()  # removed when the next trial ended

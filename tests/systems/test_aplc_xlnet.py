@@ -6,17 +6,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
+import scipy.sparse as sp
 import torch
+from safetensors.numpy import save_file
 
 import xmc
 from tests.systems.test_faults import network, same, wait_for_step
 from xmc import config, run
 from xmc.errors import InputError
 from xmc.nn.heads.light_xml import LabelClusters
+from xmc.nn.sharding import Ragged
+from xmc.systems import aplc_xlnet
 from xmc.systems.aplc_xlnet import _shrunk
 
 SMALL = [
@@ -56,7 +61,7 @@ def test_a_run_leaves_a_model_and_what_its_layer_costs(trained: Path) -> None:
     assert "tail 2" in plan.read_text()
     (times,) = trained.glob("stages/label_layer-*/label_layer.json")
     layer = json.loads(times.read_text())
-    assert layer["measured_ratio"] == pytest.approx(layer["flat_step_seconds"] / layer["step_seconds"])
+    assert layer["labels_timed"] == layer["labels"]
     assert layer["equation_14_ratio"] > 1
 
 
@@ -108,19 +113,18 @@ def test_impossible_settings_are_refused_before_anything_starts(values: list[str
 def test_presets_have_the_papers_numbers() -> None:
     """Tables 2 and 3."""
     tables = {
-        "eurlex_4k": (768, 2, 512, (5e-5, 1e-4, 2e-3), 12, 8),
-        "amazoncat_13k": (768, 2, 192, (5e-5, 1e-4, 2e-3), 48, 8),
-        "wiki10_31k": (768, 2, 512, (1e-5, 1e-4, 1e-3), 12, 6),
-        "wiki_500k": (768, 3, 256, (5e-5, 1e-4, 2e-3), 64, 12),
-        "amazon_670k": (512, 4, 128, (5e-5, 1e-4, 2e-3), 32, 25),
+        "eurlex_4k": (768, (0.5, 0.5), 512, (5e-5, 1e-4, 2e-3), 12, 8),
+        "amazoncat_13k": (768, (0.5, 0.5), 192, (5e-5, 1e-4, 2e-3), 48, 8),
+        "wiki10_31k": (768, (0.5, 0.5), 512, (1e-5, 1e-4, 1e-3), 12, 6),
+        "wiki_500k": (768, (0.33, 0.33, 0.34), 256, (5e-5, 1e-4, 2e-3), 64, 12),
+        "amazon_670k": (512, (0.25, 0.25, 0.25, 0.25), 128, (5e-5, 1e-4, 2e-3), 32, 25),
     }
     for name, wanted in tables.items():
         c = config.load(f"aplc_xlnet.{name}")
         rates = (c.train.encoder_rate, c.train.hidden_rate, c.train.label_rate)
-        clusters = len(c.model.partition.fractions)
         got = (
             c.model.hidden_width,
-            clusters,
+            c.model.partition.fractions,
             c.encoder.max_tokens,
             rates,
             c.train.batch_size,
@@ -128,6 +132,58 @@ def test_presets_have_the_papers_numbers() -> None:
         )
         assert got == wanted, name
         assert (c.model.head.decay, c.train.warmup, c.train.schedule) == (2.0, 0.0, "linear")
+        assert (c.engine.clip_norm, c.corpus.valid_fraction) == (1.0, 0.0)
+
+
+def partition_file(directory: Path) -> Path:
+    """Labels 0 to 3 in the head, 4 and 5 in the first tail, 6 and 7 in the second."""
+    cluster_of = np.array([0, 0, 0, 0, 1, 1, 2, 2], np.int32)
+    save_file(
+        {"cluster_of": cluster_of, "document_rates": np.array([0.5, 0.25])}, directory / aplc_xlnet.PARTITION
+    )
+    return directory / aplc_xlnet.PARTITION
+
+
+def test_a_learner_has_its_tails_project_only_the_documents_that_need_them(tmp_path: Path) -> None:
+    chosen = config.load("aplc_xlnet", SMALL)
+    settings = aplc_xlnet.Settings(chosen.encoder, chosen.model, partition_file(tmp_path), chosen.seed)
+    learner = aplc_xlnet.build(settings, torch.device("cpu"))
+    assert isinstance(learner, aplc_xlnet.AplcLearner)
+    assert learner.label_parts == ("tails",)
+    module = learner.module
+    assert all(hasattr(module, part) for part in learner.label_parts)
+    ids = torch.ones(3, 4, dtype=torch.int64)
+    # Documents 0 and 2 have a label of tail 1, none has one of tail 2.
+    targets = Ragged(torch.tensor([0, 4, 1, 5]), torch.tensor([0, 2, 3, 4]))
+    learner.before_forward(targets)
+    _, logits, first, second = outputs = module(ids, torch.ones_like(ids))
+    assert (len(logits), len(first), len(second)) == (3, 2, 0)
+    learner.loss(outputs, targets, np.arange(3), lr=1e-3).backward()
+    # It holds for one forward pass: validation then has all documents.
+    assert [len(part) for part in module(ids, torch.ones_like(ids))] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("most_weights", "note"), [(2**24, ""), (4 * 32, ", timed with 4 of 8 labels")])
+def test_the_measured_ratio_and_what_was_timed_are_told(
+    most_weights: int,
+    note: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    partition_file(tmp_path)
+    labels = sp.csr_matrix(np.eye(8, dtype=np.float32))
+    corpus = SimpleNamespace(label_matrix=lambda split: labels)
+    monkeypatch.setattr(aplc_xlnet.shared_stages, "open_corpus", lambda given: corpus)
+    monkeypatch.setattr(aplc_xlnet, "time_layers", lambda *given: aplc_xlnet.LayerTimes(0.002, 0.005))
+    monkeypatch.setattr(aplc_xlnet, "_TIMED_WEIGHTS", most_weights)
+    stage = aplc_xlnet.label_layer_stage(config.load("aplc_xlnet", SMALL))
+    stage.run(tmp_path, {"partition": tmp_path})
+    results = json.loads((tmp_path / aplc_xlnet.LAYER_TIMES).read_text())
+    assert (results["step_seconds"], results["flat_step_seconds"]) == (0.002, 0.005)
+    assert results["measured_ratio"] == pytest.approx(2.5)
+    said = capsys.readouterr().out
+    assert f"label layer{note}: 2.00 ms a step, a flat layer 5.00 ms: 2.50 times as long" in said
 
 
 def test_a_layer_is_timed_in_its_proportions() -> None:

@@ -7,7 +7,9 @@ import math
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +19,15 @@ import scipy.sparse as sp
 from safetensors.numpy import load_file
 
 import xmc
+from raycluster.follow import Tail, append_line
 from raycluster.rank import AdaptiveClip
 from xmc import config, run
 from xmc.corpus.words import Vocabulary
 from xmc.errors import InputError
 from xmc.labels.clustering import ClusterConfig, LabelClusters, cluster_labels, count_clusters
 from xmc.labels.tree import LabelTree, TreeConfig, build_tree, kept_levels
+from xmc.progress import Progress
+from xmc.systems import attention_xml
 from xmc.systems.levels import draw_siblings
 
 SMALL = [
@@ -98,19 +103,18 @@ def test_a_tree_is_trained_level_by_level(tree: Path):
     assert grown.num_levels == 4
     for level in levels:
         assert any("valid_nDCG_at_5" in row for row in steps_of(tree, f"level-{level}"))
-    logged_steps(tree, levels)
+    steps = [step for of_level in logged_steps(tree, levels) for step in of_level]
+    assert steps == list(range(1, len(steps) + 1)), "each level's follow those of the level above"
 
 
-def logged_steps(directory: Path, levels: list[str]) -> list[int]:
-    """The steps that MLflow has of a tree's levels: each level's follow those of the level above."""
+def logged_steps(directory: Path, levels: list[str]) -> list[list[int]]:
+    """The steps that MLflow has of each of a tree's levels."""
     import mlflow
 
     about = json.loads((directory / "mlflow.json").read_text())
     client = mlflow.MlflowClient(about["uri"])
     history = [client.get_metric_history(about["run_id"], f"level_{level}_loss") for level in levels]
-    steps = [metric.step for part in history for metric in part]
-    assert steps == list(range(1, len(steps) + 1))
-    return steps
+    return [[metric.step for metric in part] for part in history]
 
 
 @pytest.mark.slow
@@ -166,21 +170,27 @@ def test_explanations_name_the_words_of_the_text(tree: Path, tmp_path: Path):
     assert "JSON lines" in done.stderr
 
 
-def network_of(directory: Path) -> dict[str, np.ndarray]:
+def network_of(model: Path) -> dict[str, np.ndarray]:
     return {
-        f"{path.relative_to(directory / 'model')}/{key}": value
-        for path in sorted((directory / "model" / "levels").rglob("*.safetensors"))
+        f"{path.relative_to(model)}/{key}": value
+        for path in sorted((model / "levels").rglob("*.safetensors"))
         for key, value in load_file(path).items()
     }
+
+
+def copy_until_level_2(tree: Path, directory: Path) -> Path:
+    """Make a run of what a trained tree had done before its level 2; return where that will be."""
+    for name in ("corpus", "tokens", "words", "tfidf", "level-1", "candidates-1"):
+        (stage,) = (tree / "stages").glob(f"{name}-" + "?" * 10)
+        shutil.copytree(stage, directory / "stages" / stage.name, symlinks=True)
+    (level_2,) = (tree / "stages").glob("level-2-*")
+    return directory / "stages" / level_2.name
 
 
 @pytest.mark.slow
 def test_a_killed_tree_resumes_its_level_and_ends_as_if_undisturbed(tree: Path, tmp_path: Path):
     """What is done of the undisturbed run is taken over up to level 2, which is killed and goes on."""
-    kept = ("corpus", "tokens", "words", "tfidf", "level-1", "candidates-1")
-    for name in kept:
-        (stage,) = (tree / "stages").glob(f"{name}-" + "?" * 10)
-        shutil.copytree(stage, tmp_path / "run" / "stages" / stage.name, symlinks=True)
+    level_2 = copy_until_level_2(tree, tmp_path / "run")
     command = [
         sys.executable,
         "-m",
@@ -192,7 +202,7 @@ def test_a_killed_tree_resumes_its_level_and_ends_as_if_undisturbed(tree: Path, 
     ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        _wait_for_step(tmp_path / "run", "level-2", 25, process)
+        wait_for_step(level_2, 25, process)
     finally:
         for member in [*psutil.Process(process.pid).children(recursive=True), process]:
             member.kill()
@@ -200,33 +210,130 @@ def test_a_killed_tree_resumes_its_level_and_ends_as_if_undisturbed(tree: Path, 
     again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "level-1: up to date" in again.stdout
     assert "level-2: goes on where it stopped" in again.stdout
-    undisturbed, resumed = network_of(tree), network_of(tmp_path / "run")
+    undisturbed, resumed = network_of(tree / "model"), network_of(tmp_path / "run" / "model")
     assert undisturbed.keys() == resumed.keys()
     for name, value in undisturbed.items():
         np.testing.assert_allclose(resumed[name].astype(float), value.astype(float), atol=1e-5, err_msg=name)
 
 
-def _wait_for_step(
-    directory: Path, stage: str, step: int, process: subprocess.Popen, seconds: float = 900
+def wait_for_step(
+    stage: Path, step: int, process: subprocess.Popen | None = None, seconds: float = 900
 ) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        for path in directory.glob(f"stages/{stage}-*/metrics.jsonl"):
-            lines = path.read_text().splitlines()
-            if lines and json.loads(lines[-1])["step"] >= step:
-                return
-        assert process.poll() is None, "the command ended too soon"
+        lines = Tail(stage / "metrics.jsonl").lines()
+        if lines and json.loads(lines[-1])["step"] >= step:
+            return
+        assert process is None or process.poll() is None, "the command ended too soon"
         time.sleep(0.02)
-    raise AssertionError(f"step {step} of {stage} was not reached")
+    raise AssertionError(f"step {step} of {stage.name} was not reached")
+
+
+def holder(lock: Path) -> psutil.Process | None:
+    """The job's process that holds the lock of a stage."""
+    for process in psutil.process_iter():
+        try:
+            if "_Worker" in " ".join(process.cmdline()) and str(lock) in {
+                f.path for f in process.open_files()
+            }:
+                return process
+        except psutil.Error:  # another user's, or it has ended
+            continue
+    return None
 
 
 @pytest.mark.slow
-def test_levels_at_once(ray_session: None, tmp_path: Path):
+def test_a_tree_whose_driver_is_killed_resumes_its_own_level_only(tree: Path, tmp_path: Path, capfd):
+    """Two trees at once. The first has done level 1, as the undisturbed tree, and is killed at level 2."""
+    level_2 = copy_until_level_2(tree, tmp_path / "run")
+    killed: list[int] = []
+
+    def kill() -> None:
+        wait_for_step(level_2, 25)
+        victim = holder(level_2.with_name(f".{level_2.name}.lock"))
+        assert victim is not None
+        victim.kill()
+        killed.append(victim.pid)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    small = "{seed: 2, tree: {height: 1}, train: {epochs: 1, average_from: 0}}"
+    directory = run.train(settings(tmp_path / "run", *TREE, f"members=[{{seed: 1}}, {small}]"))
+    thread.join()
+    assert killed
+    said = capfd.readouterr().out
+    assert "2 members, 2 at a time" in said
+    assert "member 0 failed" in said
+    assert "member 0: level-2: goes on where it stopped" in said
+    assert "member 0: level-1: starts" not in said
+    assert "member 1 failed" not in said
+    for stage in ("level-1", "candidates-1", "level-2"):
+        assert said.count(f"member 1: {stage}: ") == 2, "it starts and it is done"
+    undisturbed, resumed = network_of(tree / "model"), network_of(directory / "model" / "members" / "0")
+    assert undisturbed.keys() == resumed.keys()
+    for name, value in undisturbed.items():
+        np.testing.assert_allclose(resumed[name].astype(float), value.astype(float), atol=1e-5, err_msg=name)
+
+
+def test_a_network_is_trained_once_though_its_stage_is_tried_again(tmp_path: Path, monkeypatch):
+    """Level 1 ends before the clustering beside it does, which may fail."""
+    attempts: list[Path] = []
+
+    def train(config, build, settings, out: Path, *more: object, validate: bool) -> None:
+        attempts.append(out)
+        if len(attempts) == 1:
+            raise RuntimeError("a machine is gone")
+
+    monkeypatch.setattr(attention_xml, "train_network", train)
+    once = partial(attention_xml._train_once, settings(tmp_path), None, tmp_path, {}, lambda rows: None)
+    with pytest.raises(RuntimeError, match="gone"):
+        once()
+    once()
+    once()
+    assert len(attempts) == 2
+
+
+def test_steps_of_levels_at_once_are_one_sequence(tmp_path: Path, capsys):
+    homes = {level: tmp_path / f"level-{level}" for level in (1, 2)}
+    logged: list[dict[str, float]] = []
+
+    def trains(level: int, *steps: int) -> None:
+        for step in steps:
+            row = {"step": step, "time": 10.0 * step + level, "loss": level + step / 100, "rate": 1.0}
+            append_line(homes[level] / "metrics.jsonl", json.dumps(row))
+
+    trains(1, 1, 2)  # before the driver was killed
+    append_line(homes[2] / "messages.txt", "old")
+    with Progress("training", 8, "steps") as progress:
+        together = attention_xml.Together(homes, logged.extend, progress)
+        append_line(homes[2] / "messages.txt", "new")
+        trains(2, 1, 2)
+        trains(1, 3)
+        together.show()
+        (homes[1] / "metrics.jsonl").unlink()
+        trains(1, 1, 2, 3, 4)  # goes on from its checkpoint
+        together.show()
+    assert [row["step"] for row in logged] == [1, 2, 3, 4, 5, 6]
+    assert [row["loss"] for row in logged] == [1.01, 1.02, 2.01, 2.02, 1.03, 1.04]
+    assert logged[2] == {"step": 3, "time": 12.0, "loss": 2.01, "level_2_loss": 2.01, "level_2_rate": 1.0}
+    said = capsys.readouterr()
+    assert said.out == "level 2: new\n"
+    assert "6/8 steps" in said.err
+    assert "level 1 at 4, level 2 at 2" in said.err
+
+
+@pytest.mark.slow
+def test_levels_at_once(ray_session: None, tmp_path: Path, capfd):
     words = [*TREE, "tree.height=1", "model.levels_at_once=true", "train.epochs=1", "train.average_from=0"]
     directory = run.train(settings(tmp_path / "run", *words))
     assert values(directory)["P@5"] > 2
     assert len(list((directory / "model" / "levels").iterdir())) == 2
-    assert len(logged_steps(directory, ["1", "2"])) > 2
+    said = capfd.readouterr()
+    assert "2 levels, 2 at a time" in said.out
+    assert "level 1 at" in said.err
+    one, two = logged_steps(directory, ["1", "2"])
+    assert len(one) == len(two) > 1
+    assert sorted(one + two) == list(range(1, 2 * len(one) + 1))
 
 
 @pytest.mark.slow

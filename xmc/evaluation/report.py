@@ -11,10 +11,11 @@ import numpy as np
 from xmc.evaluation.metrics import MetricResult
 from xmc.files import atomic_file
 
-_COLOURS = ("#2f5d8a", "#e08e45", "#7a9e48", "#b04a5a", "#6b5b95")
+COLOURS = ("#2f5d8a", "#e08e45", "#7a9e48", "#b04a5a", "#6b5b95")
 
 
-def _axes(width: float, columns: int = 1) -> tuple[Any, list[Any]]:
+def new_axes(width: float, columns: int = 1) -> tuple[Any, list[Any]]:
+    """A figure so many inches wide, and its axes side by side."""
     # The object interface: no global state, no display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -28,31 +29,32 @@ def _axes(width: float, columns: int = 1) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
-def _write(figure: Any, path: Path) -> None:
+def write_figure(figure: Any, path: Path) -> None:
+    """As PNG, whole or not at all."""
     with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
 
 
 def plot_loss(rows: Sequence[Mapping[str, float]], path: Path) -> None:
     """The loss of each step, pale, and its running mean."""
-    figure, (ax,) = _axes(6.4)
+    figure, (ax,) = new_axes(6.4)
     steps = np.array([row["step"] for row in rows])
     loss = np.array([row["loss"] for row in rows])
-    ax.plot(steps, loss, color=_COLOURS[0], alpha=0.25, linewidth=0.8)
+    ax.plot(steps, loss, color=COLOURS[0], alpha=0.25, linewidth=0.8)
     window = max(1, len(loss) // 50)
     if len(loss) >= window:
         mean = np.convolve(loss, np.ones(window) / window, "valid")
-        ax.plot(steps[window - 1 :], mean, color=_COLOURS[0], linewidth=1.8, label=f"mean of {window} steps")
+        ax.plot(steps[window - 1 :], mean, color=COLOURS[0], linewidth=1.8, label=f"mean of {window} steps")
         ax.legend(frameon=False)
     ax.set_yscale("log")
     ax.set_xlabel("step")
     ax.set_ylabel("loss")
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def plot_bands(result: MetricResult, path: Path) -> None:
     """P@k and R@k of the labels that are frequent, middling and rare in train."""
-    figure, axes = _axes(8.4, columns=2)
+    figure, axes = new_axes(8.4, columns=2)
     names = [band.name for band in result.bands]
     places = np.arange(len(names))
     width = 0.8 / len(result.ks)
@@ -60,9 +62,9 @@ def plot_bands(result: MetricResult, path: Path) -> None:
         for i, k in enumerate(result.ks):
             values = np.nan_to_num([result[f"{name}.{metric}@{k}"] for name in names])
             offset = (i - (len(result.ks) - 1) / 2) * width
-            ax.bar(places + offset, values, width * 0.92, color=_COLOURS[i % len(_COLOURS)], label=f"@{k}")
+            ax.bar(places + offset, values, width * 0.92, color=COLOURS[i % len(COLOURS)], label=f"@{k}")
         ax.set_xticks(places, [f"{band.name}\n{band.num_labels:,} labels" for band in result.bands])
         ax.set_ylim(0, 100)
         ax.set_title(f"{title}, %", loc="left", fontsize=10)
     axes[1].legend(frameon=False, fontsize=8, loc="upper right")  # where the tail's low bars leave room
-    _write(figure, path)
+    write_figure(figure, path)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from xmc.evaluation.report import _COLOURS, _axes, _write
+from xmc.evaluation.report import COLOURS, new_axes, write_figure
 from xmc.evaluation.table import align
 from xmc.evaluation.trials import Objective, Trial, best, front
 from xmc.files import atomic_write_text
@@ -24,6 +24,7 @@ PARTITION = "partition.fractions"
 # A positive setting whose values span more than this is drawn on a logarithmic axis.
 _LOG_SPAN = 20
 _LINES_A_CATEGORY = 12
+_STOPPED = "stopped early, its last measurement"
 
 
 # ------------------------------------------------------------------------------------------------ tables
@@ -100,13 +101,13 @@ def plot_trials(trials: Sequence[Trial], objective: Objective, directory: Path) 
     measured = [trial for trial in trials if trial.value(objective.metric) is not None]
     if measured:
         files.append(plot_parallel(measured, objective, directory / "parallel.png"))
-    done = [trial for trial in measured if trial.state == "done"]
-    divided = [(trial, fractions) for trial in done if (fractions := _fractions(trial))]
+    divided = [(trial, fractions) for trial in measured if (fractions := _fractions(trial))]
     if len({len(fractions) for _, fractions in divided}) > 1:
         files.append(plot_clusters(divided, objective, directory / "clusters.png"))
     if len({fractions for _, fractions in divided}) > 1:
         files.append(plot_partitions(divided, objective, directory / "partitions.png"))
     if objective.minimise:
+        done = [trial for trial in measured if trial.state == "done"]
         files.append(plot_front(done, objective, directory / "front.png"))
     return files
 
@@ -125,7 +126,7 @@ def plot_parallel(trials: Sequence[Trial], objective: Objective, path: Path) -> 
         f"{name} (log)" if c.log else name
         for name, c in zip([*chosen, objective.metric], columns, strict=True)
     ]
-    figure, (ax,) = _axes(max(6.4, 1.5 * len(names)))
+    figure, (ax,) = new_axes(max(6.4, 1.5 * len(names)))
     figure.set_figheight(4.4)
     ax.grid(False)
     ax.spines[["left", "bottom"]].set_visible(False)
@@ -142,7 +143,7 @@ def plot_parallel(trials: Sequence[Trial], objective: Objective, path: Path) -> 
         ax.plot(places, heights[row], alpha=0.9, zorder=3 if finished[row] else 2, **style)
     winner = best(trials, objective)
     if winner is not None:
-        ax.plot(places, heights[list(trials).index(winner)], color=_COLOURS[1], linewidth=3, zorder=4)
+        ax.plot(places, heights[list(trials).index(winner)], color=COLOURS[1], linewidth=3, zorder=4)
     for place, column in zip(places, columns, strict=True):
         ax.axvline(place, color="#404040", linewidth=0.8, zorder=1)
         for height, text in column.ticks:
@@ -162,7 +163,7 @@ def plot_parallel(trials: Sequence[Trial], objective: Objective, path: Path) -> 
     ax.set_xlim(-0.15, len(names) - 0.55)
     note = "orange: the best" if all(finished) else "orange: the best; grey: stopped early"
     ax.set_title(f"{len(trials)} trials; darker: higher {objective.metric}; {note}", loc="left", fontsize=9)
-    _write(figure, path)
+    write_figure(figure, path)
     return path
 
 
@@ -203,56 +204,81 @@ def _shades(heights: np.ndarray, finished: Sequence[bool]) -> list[Any]:
 def plot_clusters(
     divided: Sequence[tuple[Trial, tuple[float, ...]]], objective: Objective, path: Path
 ) -> Path:
-    """The metric by the number of label clusters: each trial a dot, the best of each number joined."""
+    """The metric by the number of label clusters: each trial a dot, the best of each number that went to their end
+    joined. Stopped ones are grey, where they were measured last."""
     counts = np.array([len(fractions) for _, fractions in divided])
     values = np.array([trial.value(objective.metric) for trial, _ in divided])
-    figure, (ax,) = _axes(5.6)
-    ax.scatter(counts, values, s=26, color=_COLOURS[0], alpha=0.5, label="a trial", zorder=3)
-    numbers = np.unique(counts)
-    highest = [values[counts == number].max() for number in numbers]
-    ax.plot(
-        numbers, highest, color=_COLOURS[1], marker="o", linewidth=2, label="best of that number", zorder=4
+    finished = np.array([trial.state == "done" for trial, _ in divided])
+    figure, (ax,) = new_axes(5.6)
+    _scatter_stopped(ax, counts[~finished], values[~finished])
+    counts_done, values_done = counts[finished], values[finished]
+    ax.scatter(
+        counts_done, values_done, s=26, color=COLOURS[0], alpha=0.5, label="trained to its end", zorder=3
     )
-    ax.set_xticks(numbers)
+    numbers = np.unique(counts_done)
+    highest = [values_done[counts_done == number].max() for number in numbers]
+    ax.plot(
+        numbers, highest, color=COLOURS[1], marker="o", linewidth=2, label="best of that number", zorder=4
+    )
+    ax.set_xticks(np.unique(counts))
     ax.set_xlabel("number of clusters")
     ax.set_ylabel(f"{objective.metric} on validation")
-    ax.legend(frameon=False, fontsize=8)
-    _write(figure, path)
+    _legend_below(figure)
+    write_figure(figure, path)
     return path
 
 
 def plot_partitions(
     divided: Sequence[tuple[Trial, tuple[float, ...]]], objective: Objective, path: Path
 ) -> Path:
-    """The metric by the partition, by number of clusters and falling share of the head: each one's best trial large."""
+    """The metric by the partition, by number of clusters and falling share of the head: the best trial of each that
+    went to its end large. Stopped ones are grey, where they were measured last."""
     partitions = sorted({fractions for _, fractions in divided}, key=lambda f: (len(f), -f[0]))
-    found = [
-        [float(t.value(objective.metric) or 0.0) for t, f in divided if f == wanted] for wanted in partitions
-    ]
-    figure, (ax,) = _axes(max(5.6, 0.62 * len(partitions)))
-    figure.set_figheight(4.2)
-    places = np.arange(len(partitions))
-    colours = [_COLOURS[(len(fractions) - 2) % len(_COLOURS)] for fractions in partitions]
-    for place, values in zip(places, found, strict=True):
-        ax.scatter([place] * len(values), values, s=18, color=colours[place], alpha=0.6, zorder=2)
-    ax.scatter(places, [max(values) for values in found], s=70, color=colours, zorder=3)
+    figure, (ax,) = new_axes(max(5.6, 0.62 * len(partitions)))
+    figure.set_figheight(4.6)
+    named: set[int] = set()
+    for place, wanted in enumerate(partitions):
+        own = [(trial.state, trial.value(objective.metric)) for trial, f in divided if f == wanted]
+        stopped = np.array([value for state, value in own if state != "done"])
+        done = np.array([value for state, value in own if state == "done"])
+        _scatter_stopped(ax, np.full(len(stopped), place), stopped)
+        if len(done):
+            colour = COLOURS[(len(wanted) - 2) % len(COLOURS)]
+            ax.scatter(np.full(len(done), place), done, s=18, color=colour, alpha=0.6, zorder=2)
+            name = None if len(wanted) in named else f"{len(wanted)} clusters"
+            ax.scatter(place, done.max(), s=70, color=colour, label=name, zorder=3)
+            named.add(len(wanted))
     ax.set_xlim(-0.6, len(partitions) - 0.4)
     names = ["\n".join(_text(part) for part in fractions) for fractions in partitions]
-    ax.set_xticks(places, names, fontsize=7)
-    ax.set_xlabel("shares of the labels, the head's first; a colour for each number of clusters")
+    ax.set_xticks(range(len(partitions)), names, fontsize=7)
+    ax.set_xlabel("shares of the labels, the head's first")
     ax.set_ylabel(f"{objective.metric} on validation")
-    _write(figure, path)
+    _legend_below(figure)
+    write_figure(figure, path)
     return path
+
+
+def _scatter_stopped(ax: Any, places: np.ndarray, values: np.ndarray) -> None:
+    """Trials that were stopped early; in the legend once."""
+    known = any(drawn.get_label() == _STOPPED for drawn in ax.collections)
+    if len(values):
+        name = None if known else _STOPPED
+        ax.scatter(places, values, s=18, color="#9a9a9a", marker="x", linewidth=1, label=name, zorder=1.5)
+
+
+def _legend_below(figure: Any) -> None:
+    """Outside of the axes: dots may lie anywhere in them."""
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
 
 
 def plot_front(trials: Sequence[Trial], objective: Objective, path: Path) -> Path:
     """Each finished trial by what it costs and what it reaches; those that no other one beats are joined."""
     assert objective.minimise is not None
     winners = sorted(front(trials, objective), key=lambda t: t.value(objective.minimise or "") or 0.0)
-    figure, (ax,) = _axes(6.0)
+    figure, (ax,) = new_axes(6.0)
     for chosen, style in (
-        (trials, {"color": _COLOURS[0], "alpha": 0.5, "s": 28}),
-        (winners, {"color": _COLOURS[1], "s": 44}),
+        (trials, {"color": COLOURS[0], "alpha": 0.5, "s": 28}),
+        (winners, {"color": COLOURS[1], "s": 44}),
     ):
         points = [(t.value(objective.minimise), t.value(objective.metric)) for t in chosen]
         ax.scatter(*zip(*points, strict=True), zorder=3, **style)
@@ -260,7 +286,7 @@ def plot_front(trials: Sequence[Trial], objective: Objective, path: Path) -> Pat
     ax.step(
         *zip(*line, strict=True),
         where="post",
-        color=_COLOURS[1],
+        color=COLOURS[1],
         linewidth=1.5,
         label="Pareto front, with trial numbers",
         zorder=2,
@@ -270,5 +296,5 @@ def plot_front(trials: Sequence[Trial], objective: Objective, path: Path) -> Pat
     ax.set_xlabel(objective.minimise.replace("_", " "))
     ax.set_ylabel(f"{objective.metric} on validation")
     ax.legend(frameon=False, fontsize=8)
-    _write(figure, path)
+    write_figure(figure, path)
     return path

@@ -58,48 +58,30 @@ class PartitionConfig:
 
 @dataclass(frozen=True)
 class Partition:
-    """Cluster 0 is the head, clusters 1 … K are the tails; inside a cluster labels stand by falling frequency."""
+    """Cluster 0 is the head, clusters 1 … K are the tails."""
 
     sizes: NDArray[np.int64]
     """(1 + K,) labels a cluster."""
-    permutation: NDArray[np.int32]
-    """(L,) label ids by falling frequency, ties by id: the clusters one after the other."""
     cluster_of: NDArray[np.int32]
     """(L,) a label's cluster."""
-    position_of: NDArray[np.int32]
-    """(L,) a label's place inside its cluster."""
 
     @property
     def num_labels(self) -> int:
-        return len(self.permutation)
+        return len(self.cluster_of)
 
     @property
     def num_tails(self) -> int:
         return len(self.sizes) - 1
-
-    @property
-    def offsets(self) -> NDArray[np.int64]:
-        """(2 + K,) where each cluster starts in `permutation`, and L."""
-        return np.concatenate([[0], np.cumsum(self.sizes)])
-
-    def labels_of(self, cluster: int) -> NDArray[np.int32]:
-        """Label ids of a cluster, by their place in it."""
-        start, stop = self.offsets[cluster : cluster + 2]
-        return self.permutation[start:stop]
 
 
 def partition_labels(train_frequency: NDArray, config: PartitionConfig) -> Partition:
     """Cut the labels, by falling train frequency (L,) and then by id, into the clusters that the config asks for."""
     num_labels = len(train_frequency)
     sizes = config.resolve(num_labels)
-    permutation = np.argsort(-np.asarray(train_frequency, np.int64), kind="stable").astype(np.int32)
-    clusters = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    by_frequency = np.argsort(-np.asarray(train_frequency, np.int64), kind="stable")
     cluster_of = np.empty(num_labels, np.int32)
-    position_of = np.empty(num_labels, np.int32)
-    cluster_of[permutation] = clusters
-    position_of[permutation] = np.arange(num_labels) - starts
-    return Partition(sizes, permutation, cluster_of, position_of)
+    cluster_of[by_frequency] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    return Partition(sizes, cluster_of)
 
 
 def document_rates(label_matrix: sp.csr_matrix, partition: Partition) -> NDArray[np.float64]:
@@ -109,20 +91,6 @@ def document_rates(label_matrix: sp.csr_matrix, partition: Partition) -> NDArray
     rows = np.repeat(np.arange(num_documents, dtype=np.int64), np.diff(label_matrix.indptr))
     touched = np.unique(rows * num_clusters + partition.cluster_of[label_matrix.indices])
     return np.bincount(touched % num_clusters, minlength=num_clusters)[1:] / max(num_documents, 1)
-
-
-def document_rates_from_frequency(
-    train_frequency: NDArray, num_documents: int, partition: Partition
-) -> NDArray[np.float64]:
-    """(K,) the same, estimated without the label matrix: s_i = 1 − Π_{l in tail i} (1 − N_l / N).
-
-    Takes labels to be independent of each other. Labels of one tail that come together make the true rate smaller.
-    """
-    share_L = np.minimum(np.asarray(train_frequency, np.float64) / num_documents, 1)
-    with np.errstate(divide="ignore"):  # a label of every document: log 0, and the tail's rate is 1
-        absent_L = np.log1p(-share_L)
-    absent = np.bincount(partition.cluster_of, weights=absent_L, minlength=len(partition.sizes))
-    return -np.expm1(absent[1:])
 
 
 def touch_probabilities(rates: NDArray, batch_size: int) -> NDArray[np.float64]:
@@ -157,12 +125,6 @@ def num_parameters(sizes: Sequence[int] | NDArray, hidden: int, decay: float) ->
 def num_flat_parameters(num_labels: int, hidden: int) -> int:
     """N_0 = d L   (equation 8), without biases."""
     return hidden * num_labels
-
-
-def approximate_size_ratio(sizes: Sequence[int] | NDArray, decay: float) -> float:
-    """N_0 / N_par ≈ L / Σ_{i=0..K} l_i / q^i   (equation 9, from 7 and 8; for K ≪ l_h and d ≪ l_i)."""
-    sizes = np.asarray(sizes, np.float64)
-    return float(sizes.sum() / (sizes / decay ** np.arange(len(sizes))).sum())
 
 
 def cost(sizes: Sequence[int] | NDArray, touch: NDArray, hidden: int, decay: float, batch_size: int) -> float:

@@ -193,6 +193,12 @@ class AplcLearner(Learner):
 
     label_parts = ("tails",)
 
+    def begin(self, targets: Ragged) -> None:
+        super().begin(targets)
+        assert isinstance(self.module, AplcModule)
+        assert isinstance(self.head, AplcHead)
+        self.module.tails.start_at(self.head.tail_rates(targets))
+
     def before_forward(self, targets: Ragged) -> None:
         assert isinstance(self.module, AplcModule)
         assert isinstance(self.head, AplcHead)
@@ -248,8 +254,10 @@ def label_layer_stage(config: Config) -> Stage:
             "equation_14_ratio": approximate_cost_ratio(sizes, touch, model.head.decay),
         }
         atomic_write_text(out / LAYER_TIMES, json.dumps(results, indent=2))
+        timed, labels = results["labels_timed"], results["labels"]
+        of_fewer = "" if timed == labels else f", timed with {timed:,} of {labels:,} labels"
         print(
-            f"  label layer: {1e3 * times.aplc:.2f} ms a step, a flat layer {1e3 * times.flat:.2f} ms: "
+            f"  label layer{of_fewer}: {1e3 * times.aplc:.2f} ms a step, a flat layer {1e3 * times.flat:.2f} ms: "
             f"{results['measured_ratio']:.2f} times as long (equation 14: {results['equation_14_ratio']:.2f})",
             flush=True,
         )

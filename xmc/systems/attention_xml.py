@@ -32,12 +32,13 @@ import ray
 from safetensors.numpy import save_file as save_arrays
 
 from raycluster import inference, pool, session, trainer
-from raycluster.job import STEPS_FILE, TrainConfig
+from raycluster.follow import Tail
+from raycluster.job import MESSAGES_FILE, STEPS_FILE, TrainConfig, total_steps
 from raycluster.stages import Stage
 from xmc.config import CommonConfig
 from xmc.corpus.store import Corpus
 from xmc.corpus.tfidf import TfidfConfig
-from xmc.corpus.tokens import Sequences, gather
+from xmc.corpus.tokens import Sequences, gather, read_manifest
 from xmc.corpus.words import WORD_PATTERN, Vocabulary, split_words
 from xmc.errors import InputError
 from xmc.files import atomic_file, atomic_write_text
@@ -48,6 +49,7 @@ from xmc.nn.block_files import BlockReader
 from xmc.nn.engine import EngineConfig
 from xmc.nn.heads.attention_xml import AttentionXmlHead
 from xmc.nn.words import BiLstmConfig
+from xmc.progress import Progress
 from xmc.systems import shared_stages
 from xmc.systems.levels import (
     NODES,
@@ -73,6 +75,8 @@ __all__ = ["Config", "assemble", "build", "load_predictor", "stages"]
 # Beyond this many labels the paper builds a tree.
 _FLAT_UP_TO = 31_000
 TREE = "tree.npz"
+# A mark beside a network whose training is over, in a stage that is not: training left no checkpoint to go on from.
+_TRAINED = "done"
 _WORDS_SHOWN = 10
 
 
@@ -165,7 +169,7 @@ def _first_level_stage(config: Config, num_labels: int, on_steps: StepCallback) 
         growing = ray.remote(num_cpus=1)(_grow_tree).remote(resolved, seeded, config.tree, out.resolve())
         _wait_for(out / TOP, growing)
         settings = replace(_to_train(config, given, num_labels, 1), tree=out / TOP)
-        train_network(config, build, settings, out, given, _numbered(on_steps, 1, ()))
+        _train_once(config, settings, out, given, _numbered(on_steps, 1, ()))
         gather([growing])
 
     settings = _settings_of(config) | {"clusters": asdict(seeded), "tree": asdict(config.tree)}
@@ -255,24 +259,20 @@ def _level_stage(config: Config, level: int, num_labels: int, on_steps: StepCall
 
 def _numbered(on_steps: StepCallback, level: int, above: Sequence[Path]) -> StepCallback:
     """Steps of a level counted on from those of the levels `above`, their metrics named after the level."""
-    before = sum(int(_steps_of(home)[-1]["step"]) for home in above)
+    before = sum(json.loads((home / STEPS_FILE).read_text().splitlines()[-1])["step"] for home in above)
 
     def renamed(rows: list[dict[str, float]]) -> None:
-        on_steps(
-            [
-                # By the plain loss MLflow knows how far an interrupted run was logged.
-                {"step": row["step"] + before, "time": row["time"], "loss": row["loss"]}
-                | {f"level_{level}_{key}": v for key, v in row.items() if key not in ("step", "time")}
-                for row in rows
-            ]
-        )
+        on_steps([_named(row, level, row["step"] + before) for row in rows])
 
     return renamed
 
 
-def _steps_of(home: Path) -> list[dict[str, float]]:
-    """The rows of step metrics that training left."""
-    return [json.loads(line) for line in (home / STEPS_FILE).read_text().splitlines()]
+def _named(row: Mapping[str, float], level: int, step: float) -> dict[str, float]:
+    """A row of a level's metrics, named after the level, as step `step` of the whole tree."""
+    # By the plain loss MLflow knows how far an interrupted run was logged.
+    return {"step": step, "time": row["time"], "loss": row["loss"]} | {
+        f"level_{level}_{key}": value for key, value in row.items() if key not in ("step", "time")
+    }
 
 
 def _levels_stage(config: Config, num_labels: int, on_steps: StepCallback) -> Stage:
@@ -289,27 +289,76 @@ def _levels_stage(config: Config, num_labels: int, on_steps: StepCallback) -> St
             f"level {level}": partial(_train_alone, config, num_labels, level, out.resolve(), resolved)
             for level in levels
         }
-        at_once = min(pool.room(*trainer.group_resources(config.train)), len(jobs))
-        pool.run_all(jobs, at_once, out / "messages.txt")
-        homes = [out / f"level-{level}" for level in levels]
-        for level, home in zip(levels, homes, strict=True):
-            _numbered(on_steps, level, homes[: level - 1])(_steps_of(home))
+        at_once = min(pool.room(*trainer.least_resources(config.train)), len(jobs))
+        print(f"{len(jobs)} levels, {at_once} at a time", flush=True)
+        steps = total_steps(read_manifest(given["tokens"] / "train")["rows"], config.train) * len(jobs)
+        with Progress("training", steps, "steps") as progress:
+            together = Together({level: out / f"level-{level}" for level in levels}, on_steps, progress)
+            pool.run_all(jobs, at_once, together.show)
 
     settings = _settings_of(config) | {"tree": asdict(config.tree), "candidates": config.model.candidates}
     return Stage("levels", settings, run, ("corpus", "tokens", "words", "clusters"), resumes=True)
 
 
+class Together:
+    """How levels get on that train at once: `show` prints and hands on what is new in the files of their directories
+    `homes`. The steps of all levels are one sequence, numbered as they come."""
+
+    def __init__(self, homes: Mapping[int, Path], on_steps: StepCallback, progress: Progress) -> None:
+        self._steps = {level: Tail(home / STEPS_FILE) for level, home in homes.items()}
+        self._messages = {level: Tail(home / MESSAGES_FILE) for level, home in homes.items()}
+        self._last = dict.fromkeys(homes, 0)  # step of each level
+        self._on_steps, self._progress = on_steps, progress
+        for messages in self._messages.values():
+            messages.lines()  # of an earlier process
+        on_steps(earlier := self._new_rows())
+        progress.start_at(len(earlier))
+
+    def show(self) -> None:
+        for level, messages in self._messages.items():
+            for line in messages.lines():
+                print(f"level {level}: {line}", flush=True)
+        if rows := self._new_rows():
+            at = ", ".join(f"level {level} at {step:,}" for level, step in self._last.items())
+            self._progress.update(len(rows), f"{at}, loss {rows[-1]['loss']:.4f}")
+            self._on_steps(rows)
+
+    def _new_rows(self) -> list[dict[str, float]]:
+        heard = [
+            (row["time"], level, row)
+            for level, steps in self._steps.items()
+            for row in map(json.loads, steps.lines())
+            if row["step"] > self._last[level]  # a level that goes on from its checkpoint repeats some
+        ]
+        before = sum(self._last.values())
+        for _, level, row in heard:
+            self._last[level] = max(self._last[level], row["step"])
+        heard.sort(key=lambda found: found[:2])
+        return [_named(row, level, number) for number, (_, level, row) in enumerate(heard, start=before + 1)]
+
+
 def _train_alone(config: Config, num_labels: int, level: int, out: Path, given: Mapping[str, Path]) -> None:
     """In an actor: one level, on true parents and drawn others."""
     session.connect()
-    home = out / f"level-{level}"
-    if (home / "done").exists():
-        return
     settings = replace(_to_train(config, given, num_labels, level), tree=out / TREE)
     if level > 1:  # nothing above is there yet to find candidates for validation by
         config = replace(config, train=replace(config.train, keep="last"))
-    train_network(config, build, settings, home, given, lambda rows: None, validate=level == 1)
-    atomic_write_text(home / "done", "")
+    home = out / f"level-{level}"
+    _train_once(config, settings, home, given, lambda rows: None, validate=level == 1)
+
+
+def _train_once(
+    config: Config,
+    settings: Settings,
+    out: Path,
+    given: Mapping[str, Path],
+    on_steps: StepCallback,
+    validate: bool = True,
+) -> None:
+    """Train a network unless an earlier attempt at the stage has."""
+    if not (out / _TRAINED).exists():
+        train_network(config, build, settings, out, given, on_steps, validate=validate)
+        atomic_write_text(out / _TRAINED, "")
 
 
 def _to_train(config: Config, given: Mapping[str, Path], num_labels: int, level: int) -> Settings:
