@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from xmc import config, settings
+from xmc import config, run, settings
 from xmc.errors import InputError
 
 
@@ -17,6 +17,42 @@ def test_every_preset_loads_and_opens_with_its_command(path: Path):
     assert loaded.system == path.stem.split(".")[0]
     first = path.read_text().splitlines()[0]
     assert first.startswith(f"# python -m xmc.train {path.stem}")
+
+
+@pytest.mark.parametrize("path", sorted(config.PRESETS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_variants_and_members_of_every_preset_are_settings(path: Path):
+    loaded = config.load(path.stem)
+    variants = [run.variant_config(loaded, i, Path("runs")) for i in range(len(loaded.variants))]
+    assert len({name for name, _ in variants}) == len(variants)
+    for one in (loaded, *(variant for _, variant in variants)):
+        for number in range(len(one.members)):
+            run.member_config(one, number)
+
+
+def test_a_wrong_key_of_a_variant_or_member_is_named():
+    with pytest.raises(InputError, match=r"variants\[0\].*rankers"):
+        run.variant_config(config.load("x_transformer", ["variants=[{rankers: {beam: 3}}]"]), 0, Path("runs"))
+    with pytest.raises(InputError, match=r"members\[1\].*indx"):
+        run.member_config(config.load("x_transformer", ["members=[{index: text_emb}, {indx: text_emb}]"]), 1)
+
+
+def test_the_ablation_is_table_5_of_the_x_transformer_paper():
+    loaded = config.load("x_transformer.ablation")
+    variants = dict(run.variant_config(loaded, i, Path("runs")) for i in range(len(loaded.variants)))
+    assert list(variants) == [str(number) for number in range(10)]
+    assert [len(variants[str(number)].members) for number in range(10)] == [0] * 7 + [3, 3, 9]
+    rankers = [(variants[name].ranker.inputs, variants[name].ranker.negatives) for name in "0123456789"]
+    assert rankers == [("tfidf", "tfn"), ("both", "tfn"), *[("both", "tfn+man")] * 8]
+    single = [(variants[name].index, variants[name].encoder.name) for name in "0123456"]
+    assert single == [
+        *[("pifa_tfidf", "bert-large-cased")] * 3,
+        ("pifa_tfidf", "roberta-large"),
+        ("pifa_tfidf", "xlnet-large-cased"),
+        ("pifa_neural", "xlnet-large-cased"),
+        ("text_emb", "xlnet-large-cased"),
+    ]
+    members = [run.member_config(variants["9"], number) for number in range(9)]
+    assert len({(member.index, member.encoder.name) for member in members}) == 9
 
 
 def test_overrides_unknown_keys_and_combinations():

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordPiece
 from tokenizers.pre_tokenizers import Metaspace, Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import BertConfig, PreTrainedTokenizerFast
 
 from xmc.corpus.tokens import (
     Sequences,
@@ -179,6 +179,9 @@ def test_wrong_names_and_settings(bert_like: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such directory"):
         load_tokenizer(str(tmp_path / "absent"))
     with pytest.raises(InputError, match="cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+    BertConfig().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"no tokenizer \(vocab\.txt or tokenizer\.json\).*model/tokenizer"):
         load_tokenizer(str(tmp_path))
     with pytest.raises(InputError, match="allow at least 3"):
         SubwordEncoder.from_config(TokensConfig(str(bert_like), 2))

@@ -47,6 +47,12 @@ def unpacked(weights: LevelWeights) -> np.ndarray:
     return np.vstack([sparse, weights.dense.T, weights.intercepts])
 
 
+def taken(inputs: Inputs, rows: np.ndarray) -> Inputs:
+    """A copy of these documents."""
+    sparse = None if inputs.sparse is None else inputs.sparse[rows]
+    return Inputs(sparse, None if inputs.dense is None else inputs.dense[rows])
+
+
 def dense_inputs(inputs: Inputs) -> np.ndarray:
     """(N, D + d + 1): all columns and a one for the intercept."""
     sparse = np.zeros((len(inputs), 0)) if inputs.sparse is None else inputs.sparse.toarray()

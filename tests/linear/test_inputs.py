@@ -8,19 +8,16 @@ import scipy.sparse as sp
 
 from tests.linear.problems import random_inputs
 from xmc.errors import InputError
-from xmc.linear.inputs import Inputs, combine
+from xmc.linear.inputs import Inputs, combine, unit_rows
 
 
-def test_rows_share_memory_and_take_copies():
+def test_rows_share_memory():
     inputs = random_inputs(np.random.default_rng(0), 30, 50, 4)
     part = inputs.rows(10, 25)
     assert len(part) == 15
     np.testing.assert_array_equal(part.sparse.toarray(), inputs.sparse.toarray()[10:25])
     assert np.shares_memory(part.values, inputs.values)
     assert np.shares_memory(part.dense, inputs.dense)
-    chosen = inputs.take(np.array([3, 29]))
-    np.testing.assert_array_equal(chosen.sparse.toarray(), inputs.sparse.toarray()[[3, 29]])
-    np.testing.assert_array_equal(chosen.dense, inputs.dense[[3, 29]])
 
 
 def test_combined_parts_have_equal_length_and_the_whole_is_one():
@@ -37,6 +34,16 @@ def test_combined_parts_have_equal_length_and_the_whole_is_one():
     np.testing.assert_allclose(sparse, [0, half, half, 1, *[half] * 16], atol=1e-6)
     np.testing.assert_allclose(dense, [1, half, half, 0, *[half] * 16], atol=1e-6)
     assert (tfidf != before).nnz == 0
+
+
+def test_rows_become_unit_rows_and_those_that_are_stay_as_they_are():
+    rows = random_inputs(np.random.default_rng(2), 20, 30).sparse
+    before = rows.copy()
+    units = unit_rows(rows)
+    # The first document has no words.
+    np.testing.assert_allclose(np.linalg.norm(units.toarray(), axis=1), [0, *[1] * 19], atol=1e-6)
+    assert (rows != before).nnz == 0
+    assert np.shares_memory(unit_rows(units).data, units.data)
 
 
 def test_duplicate_and_wide_columns_become_canonical():

@@ -58,14 +58,6 @@ def test_matcher_aware_negatives_keep_positives():
     ]
 
 
-def test_matched_may_be_a_matrix():
-    named = np.zeros((6, 4), np.float32)
-    for document, clusters in enumerate(NAMED):
-        named[document, [cluster for cluster in clusters if cluster >= 0]] = 0.7
-    ours = Problem.build(label_matrix(), GROUPS, "tfn+man", sp.csr_matrix(named))
-    assert rows(ours) == rows(Problem.build(label_matrix(), GROUPS, "tfn+man", matched()))
-
-
 def test_every_document_under_the_root():
     root = Groups(np.arange(20, dtype=np.int32), np.array([0, 20], np.int64))
     assert rows(Problem.build(label_matrix(), root, "all")) == [[0, 1, 2, 3, 4, 5]]

@@ -10,11 +10,21 @@ import scipy.sparse as sp
 from scipy.optimize import minimize
 from sklearn.svm import LinearSVC
 
-from tests.linear.problems import dense_inputs, even_groups, one_group, random_inputs, random_labels, unpacked
+from tests.linear.problems import (
+    dense_inputs,
+    even_groups,
+    one_group,
+    random_inputs,
+    random_labels,
+    taken,
+    unpacked,
+)
 from xmc.errors import InputError
+from xmc.labels.topk import TopK
+from xmc.linear import training
 from xmc.linear.inputs import Inputs
 from xmc.linear.problem import Groups, Problem, plan_blocks
-from xmc.linear.solver import SolverConfig
+from xmc.linear.solver import SolverConfig, all_shared
 from xmc.linear.training import train_block
 from xmc.linear.weights import concatenate
 
@@ -121,13 +131,31 @@ def test_a_cut_cluster_equals_an_uncut_one(cuts: list[int]):
     np.testing.assert_array_equal(unpacked(concatenate(parts)), whole)
 
 
+def test_documents_that_are_read_in_place_give_what_a_copy_gives(monkeypatch: pytest.MonkeyPatch):
+    rng = np.random.default_rng(15)
+    inputs = random_inputs(rng, 300, 60, 2)
+    assert all_shared(inputs.columns, np.zeros(60, np.int32))
+    problem = Problem.build(random_labels(rng, 300, 20), one_group(20), "all")
+    in_place = train_all(inputs, problem, SolverConfig())
+    monkeypatch.setattr(training, "all_shared", lambda columns, counts: False)
+    np.testing.assert_array_equal(train_all(inputs, problem, SolverConfig()), in_place)
+
+
+def test_columns_of_one_document_or_none_are_found():
+    counts = np.zeros(3, np.int32)
+    assert all_shared(np.array([0, 1, 2, 2, 1, 0], np.int32), counts)
+    assert not all_shared(np.array([0, 1, 2, 2, 1], np.int32), counts)
+    assert not all_shared(np.array([0, 1, 1, 0], np.int32), counts)
+    assert not counts.any()
+
+
 def test_clusters_train_on_their_documents_only():
     inputs, problem = clustered(np.random.default_rng(7))
     found = train_all(inputs, problem, SolverConfig(**TIGHT))
     for position in (0, 45, 139):
         rows = problem.rows_of(position // 20)
         start, stop = problem.positive_starts[position : position + 2]
-        wanted = minimised(inputs.take(rows), np.isin(rows, problem.positives[start:stop]), 1.0, 1.0)
+        wanted = minimised(taken(inputs, rows), np.isin(rows, problem.positives[start:stop]), 1.0, 1.0)
         np.testing.assert_allclose(found[:, position], wanted, atol=1e-3)
 
 
@@ -136,13 +164,14 @@ def test_a_document_outside_the_matched_is_no_negative():
     inputs = random_inputs(rng, 80, 60)
     labels = random_labels(rng, 80, 4, 0.2)
     groups = Groups(np.arange(4, dtype=np.int32), np.array([0, 4], np.int64))
-    matched = sp.csr_matrix((rng.random((80, 1)) < 0.5).astype(np.float32))
+    named = rng.random(80) < 0.5
+    matched = TopK(np.where(named, 0, -1).astype(np.int32)[:, None], np.zeros((80, 1), np.float32))
     problem = Problem.build(labels, groups, "man", matched)
     found = train_all(inputs, problem, SolverConfig(**TIGHT))
     for label in range(4):
         positive = labels[:, [label]].toarray().ravel() > 0
-        rows = np.flatnonzero(positive | (matched.toarray().ravel() > 0))
-        wanted = minimised(inputs.take(rows), positive[rows], 1.0, 1.0)
+        rows = np.flatnonzero(positive | named)
+        wanted = minimised(taken(inputs, rows), positive[rows], 1.0, 1.0)
         np.testing.assert_allclose(found[:, label], wanted, atol=1e-3)
 
 

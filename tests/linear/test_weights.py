@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.linear.problems import even_groups, random_inputs, random_labels
 from xmc.errors import InputError
 from xmc.linear.problem import Problem
 from xmc.linear.solver import SolverConfig
 from xmc.linear.training import train_block
-from xmc.linear.weights import LevelWeights, concatenate
+from xmc.linear.weights import LevelWeights, concatenate, join_files
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,19 @@ def test_saved_weights_are_read_back(parts: list[LevelWeights], tmp_path: Path):
     assert loaded.num_bytes == weights.num_bytes > 0
     assert loaded.num_entries > 0
     assert not loaded.values.flags.owndata
+
+
+def test_files_of_parts_are_joined_into_the_file_of_the_whole(parts: list[LevelWeights], tmp_path: Path):
+    files = [tmp_path / f"{part.first}.safetensors" for part in parts]
+    for part, file in zip(parts, files, strict=True):
+        part.save(file)
+    join_files(files, tmp_path / "joined.safetensors")
+    concatenate(parts).save(tmp_path / "whole.safetensors")
+    assert (tmp_path / "joined.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+    # It is what others call safetensors.
+    found = load_file(tmp_path / "joined.safetensors")
+    np.testing.assert_array_equal(found["values"], concatenate(parts).values)
+    assert found["dense"].shape == (30, 3)
 
 
 def test_parts_must_follow_one_another(parts: list[LevelWeights]):

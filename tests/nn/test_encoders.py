@@ -107,6 +107,8 @@ def test_saved_encoder_loads_by_path(name: str, tmp_path: Path) -> None:
     config = _config(name)
     encoder = load_encoder(config, seed=5).eval()
     save_encoder(encoder, tmp_path)
+    with pytest.raises(InputError, match="no tokenizer"):
+        load_tokenizer(_config(str(tmp_path)))
     load_tokenizer(config).save_pretrained(tmp_path)
     assert [p.name for p in tmp_path.iterdir() if p.suffix in (".bin", ".pt", ".pkl")] == []
     saved = _config(str(tmp_path))

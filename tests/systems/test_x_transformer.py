@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,10 @@ import pytest
 import xmc
 from raycluster.inference import read_vectors
 from xmc import config, run
+from xmc.corpus.tokens import SubwordEncoder, TokensConfig
 from xmc.labels.topk import TopK
+from xmc.nn.encoders import EncoderConfig, load_tokenizer
+from xmc.systems.vectors import pretrained
 
 pytestmark = pytest.mark.slow  # each run starts training groups
 
@@ -64,6 +68,17 @@ def test_vectors_are_those_of_the_trained_network_in_the_order_of_the_corpus(tra
     assert np.allclose(clusters.scores, found["scores"][:20], atol=1e-4)
 
 
+def test_another_run_begins_with_the_trained_encoder(trained: Path, tmp_path: Path) -> None:
+    encoder = trained / "model" / "network" / "encoder"
+    own, again = (
+        load_tokenizer(EncoderConfig(str(path))) for path in (trained / "model" / "tokenizer", encoder)
+    )
+    assert own("a strategy game")["input_ids"] == again("a strategy game")["input_ids"]
+    options = [f"encoder.name={encoder}", "encoder.max_tokens=32", "inputs=embedding", "tfidf.min_df=1"]
+    directory = run.train(config.load("linear", [*options, f"run.dir={tmp_path / 'linear'}"]))
+    assert len(xmc.load(directory).predict(["a strategy game"], k=3)[0]) == 3
+
+
 def test_a_changed_ranker_keeps_the_matcher(trained: Path, capsys: pytest.CaptureFixture) -> None:
     run.train(settings(trained, "ranker.negatives=tfn", "ranker.inputs=tfidf"))
     said = capsys.readouterr().out
@@ -78,6 +93,17 @@ def test_label_texts_and_neural_pifa_index_labels_too(ray_session: None, tmp_pat
     assert values(directory)["P@1"] > 40
     names = {path.name.rsplit("-", 1)[0] for path in (directory / "stages").glob("[a-z]*")}
     assert {"label_vectors", "neural_clusters", "neural_train", "neural_vectors"} <= names
+    (label_vectors,) = (directory / "stages").glob("label_vectors-*")
+    corpus = run.corpus_of(directory, None)
+    vectors = read_vectors(label_vectors)["vectors"]
+    # A label's vector is that of its own text, whatever other texts are read beside it.
+    encoder = replace(settings(directory).encoder, layers_pooled=1, summary="mean")
+    subwords = SubwordEncoder(load_tokenizer(encoder), TokensConfig("saved", encoder.max_tokens))
+    alone = pretrained(encoder, 0, (subwords.pad_id, "right"))(
+        subwords.encode_texts(corpus.labels.texts[7:8])
+    )
+    assert vectors.shape[0] == corpus.num_labels
+    assert np.allclose(vectors[7], alone["vectors"][0], atol=1e-5)
 
 
 def test_variants_are_measured_side_by_side(

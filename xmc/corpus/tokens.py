@@ -244,6 +244,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     tokenizer = hub.from_pretrained(AutoTokenizer, name)
+    directory, files = hub.local_directory(name), tokenizer.vocab_files_names.values()
+    # transformers makes a tokenizer that knows no word of a model's directory without one.
+    if directory is not None and files and not any((directory / file).exists() for file in files):
+        raise InputError(
+            f"{name}: the directory has no tokenizer ({' or '.join(files)}); copy into it the files of the one its "
+            "encoder learnt with: a run of this project keeps them in model/tokenizer"
+        )
     # Long texts are cut before tokenising: their beginning is what counts.
     tokenizer.truncation_side = "right"
     return tokenizer

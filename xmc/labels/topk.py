@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import scipy.sparse as sp
 from numba import njit, prange
 from numpy.typing import NDArray
 
 from xmc.errors import InputError
 from xmc.files import atomic_file
+
+# pyarrow is imported where files are read and written: a model that only predicts does without its 28 MB.
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 NO_LABEL = -1
 _PLACES_KEY = b"places"
@@ -56,6 +59,9 @@ class TopK:
 
     def save(self, path: Path) -> None:
         """Write Parquet with the columns label_ids list<int32> and scores list<float32>, padding left out."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         kept = self.label_ids != NO_LABEL
         offsets = np.zeros(len(self) + 1, np.int64)
         np.cumsum(kept.sum(axis=1), out=offsets[1:])
@@ -75,6 +81,9 @@ class TopK:
     @classmethod
     def load(cls, path: Path) -> TopK:
         """Read what `save` wrote, or any Parquet file with these two list columns, its rows in any order of score."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         try:
             table = pq.read_table(path, columns=["label_ids", "scores"])
         except (OSError, pa.ArrowInvalid) as error:

@@ -89,11 +89,6 @@ class Inputs:
             sparse = sp.csr_matrix(part, shape=(len(bounds) - 1, sparse.shape[1]), copy=False)
         return Inputs(sparse, None if self.dense is None else self.dense[start:stop])
 
-    def take(self, rows: NDArray) -> Inputs:
-        """A copy of these documents."""
-        sparse = None if self.sparse is None else self.sparse[rows]
-        return Inputs(sparse, None if self.dense is None else self.dense[rows])
-
 
 def combine(tfidf: sp.csr_matrix, embeddings: NDArray) -> Inputs:
     """[TF-IDF (N×D) ; embedding (N×d)], each part of unit length and the whole again.
@@ -105,6 +100,27 @@ def combine(tfidf: sp.csr_matrix, embeddings: NDArray) -> Inputs:
     if sparse.shape[0] == len(dense):
         _normalise(sparse.indptr, sparse.data, dense)
     return Inputs(sparse, dense)
+
+
+def unit_rows(rows: sp.csr_matrix) -> sp.csr_matrix:
+    """`rows` (N×D) scaled to unit length, those without entries left zero; themselves where nothing is to scale."""
+    rows = _canonical(rows)
+    if not _all_unit(read_only(rows.indptr), read_only(rows.data)):
+        rows = rows.copy()
+        _normalise(rows.indptr, rows.data, np.zeros((rows.shape[0], 0), np.float32))
+    return rows
+
+
+@njit(cache=True, nogil=True)
+def _all_unit(bounds: Any, values: Any) -> Any:
+    """Whether all rows that are not zero have length 1, but for rounding."""
+    for document in range(bounds.size - 1):
+        square = 0.0
+        for entry in range(bounds[document], bounds[document + 1]):
+            square += values[entry] * values[entry]
+        if square > 0 and abs(square - 1) > 1e-5:
+            return False
+    return True
 
 
 @njit(cache=True, nogil=True, parallel=True)

@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 # How many labels a block may have. The tuple's length, not its content, tells the compiler the number of lanes.
-LANES = {width: (0,) * width for width in (8, 16, 32)}
+LANES = {width: (0,) * width for width in (8, 16)}
 
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 # Partial sums of a dot product: enough to hide the latency of an addition, and the same for every width, so that a
@@ -58,13 +58,12 @@ class _Lanes:
 
     def mask(self, bits: Any) -> Any:
         """The lowest bits of an integer as one truth value a lane."""
-        narrow = bits if self.width == 32 else self.builder.trunc(bits, ir.IntType(self.width))
+        narrow = self.builder.trunc(bits, ir.IntType(self.width))
         return self.builder.bitcast(narrow, ir.VectorType(ir.IntType(1), self.width))
 
     def bits(self, mask: Any) -> Any:
         """The opposite of `mask`."""
-        narrow = self.builder.bitcast(mask, ir.IntType(self.width))
-        return narrow if self.width == 32 else self.builder.zext(narrow, _INT32)
+        return self.builder.zext(self.builder.bitcast(mask, ir.IntType(self.width)), _INT32)
 
     def loop(self, begin: Any, end: Any, step: int, sums: list[Any], body: Callable) -> list[Any]:
         """for t in range(begin, end, step): sums = body(t, sums); returns the sums."""

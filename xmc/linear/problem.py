@@ -86,17 +86,13 @@ class Problem:
         labels: sp.csr_matrix,
         groups: Groups,
         negatives: Negatives,
-        matched: TopK | sp.csr_matrix | None = None,
+        matched: TopK | None = None,
     ) -> Problem:
-        """From Y (N×n), a document's children, and the clusters that a matcher named: top b of K, or csr (N×K)."""
+        """From Y (N×n), a document's children, and the clusters that a matcher named: top b of K."""
         if negatives not in get_args(Negatives):
             raise InputError(f"negatives={negatives!r}: choose one of {', '.join(get_args(Negatives))}")
         if labels.shape[1] != groups.num_children:
             raise InputError(f"the labels have {labels.shape[1]} columns for {groups.num_children} children")
-        if "man" in negatives and matched is None:
-            raise InputError(
-                f"negatives={negatives!r} needs the clusters that a matcher named: give `matched`"
-            )
         by_position = sp.csc_matrix(labels)[:, groups.order]
         by_position.sum_duplicates()
         positives = by_position.indptr.astype(np.int64), by_position.indices.astype(np.int32)
@@ -107,6 +103,10 @@ class Problem:
         chosen = _clusters_of(labels, groups)
         is_negative = np.ones(chosen.nnz, np.bool_)
         if "man" in negatives:
+            if matched is None:
+                raise InputError(
+                    f"negatives={negatives!r} needs the clusters that a matcher named: give `matched`"
+                )
             named = _named_clusters(matched, (labels.shape[0], groups.num_clusters))
             chosen = sp.csc_matrix(chosen + named)
             is_negative = np.ones(chosen.nnz, np.bool_)
@@ -128,19 +128,17 @@ def _clusters_of(labels: sp.csr_matrix, groups: Groups) -> sp.csc_matrix:
     return clusters
 
 
-def _named_clusters(matched: TopK | sp.csr_matrix | None, shape: tuple[int, int]) -> sp.csc_matrix:
+def _named_clusters(matched: TopK, shape: tuple[int, int]) -> sp.csc_matrix:
     """(N×K) true where the matcher named the cluster, sorted."""
-    if isinstance(matched, TopK):
-        kept = matched.label_ids >= 0
-        starts = np.concatenate([[0], np.cumsum(kept.sum(axis=1))])
-        ids = matched.label_ids[kept]
-        size = max(shape[1], int(ids.max(initial=-1)) + 1)
-        matched = sp.csr_matrix((np.ones(len(ids), np.bool_), ids, starts), shape=(len(kept), size))
-    named = sp.csc_matrix(matched).astype(np.bool_)
-    if named.shape != shape:
+    kept = matched.label_ids >= 0
+    ids = matched.label_ids[kept]
+    size = max(shape[1], int(ids.max(initial=-1)) + 1)
+    if (len(matched), size) != shape:
         raise InputError(
-            f"the matcher's clusters are {named.shape}, documents × clusters are {shape}: both must be the same"
+            f"the matcher's clusters are {len(matched), size}, documents × clusters are {shape}: both must be the same"
         )
+    starts = np.concatenate([[0], np.cumsum(kept.sum(axis=1))])
+    named = sp.csr_matrix((np.ones(len(ids), np.bool_), ids, starts), shape=shape).tocsc()
     named.sum_duplicates()
     return named
 

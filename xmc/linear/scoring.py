@@ -28,7 +28,6 @@ Combine = Literal["product", "sigmoid", "margin"]
 
 # Candidates of one batch of documents: 8 bytes each.
 _CANDIDATES = 1 << 21
-_SHARES = 4
 # The product is 1 for every margin of 1 or more. So much is taken off and given back as the margin grows further, so
 # that such children keep their order.
 _KEPT_BACK = np.float32(1e-3)
@@ -107,7 +106,8 @@ def _score_batch(
     ids, scores = np.empty(candidate_starts[-1], np.int32), np.empty(candidate_starts[-1], np.float32)
     by_cluster = np.argsort(clusters, kind="stable")
     by_cluster = by_cluster[np.searchsorted(clusters[by_cluster], 0) :]
-    shares = min(_SHARES * get_num_threads(), max(1, len(by_cluster)))
+    # One a thread: numba gives each thread its iterations at once, so that more would only want more tables.
+    shares = min(get_num_threads(), max(1, len(by_cluster)))
     _score_pairs(
         read_only(weights.position_bounds),
         read_only(weights.column_bounds),

@@ -62,8 +62,10 @@ class Local(NamedTuple):
     documents: np.ndarray  # (n,) int32, ascending
     starts: np.ndarray  # (n+1,) int64: where a document's entries begin
     middles: np.ndarray  # (n,) int64: where its lone entries begin
-    columns: np.ndarray  # int32 by entry: the number within the cluster, the column itself for lone entries
-    values: np.ndarray  # float32 by entry
+    columns: (
+        np.ndarray
+    )  # read-only int32 by entry: the number within the cluster, the column itself for lone entries
+    values: np.ndarray  # read-only float32 by entry
     names: np.ndarray  # (C,) int32: the columns by their numbers
     diagonal: np.ndarray  # (n,) float32: 1/2C + squares of the lone entries
     inverse: np.ndarray  # (n,) float32: 1 / (|x|² + bias² + 1/2C)
@@ -78,10 +80,45 @@ class Entries(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
+def all_shared(columns: Any, counts: Any) -> Any:
+    """Whether two or more documents have each of the D columns; `counts` (D,) int32 is all zeros, and is left so."""
+    for column in columns:
+        counts[column] += 1
+    shared = counts.size == 0 or counts.min() > 1
+    counts[:] = 0
+    return shared
+
+
+@njit(cache=True, nogil=True)
+def whole(
+    bounds: Any, columns: Any, values: Any, dense: Any, documents: Any, num_columns: Any, cost: Any, bias: Any
+) -> Any:
+    """The cluster of all documents where they share all columns: their entries as they are, not copied."""
+    inverse = np.empty(documents.size, np.float32)
+    for row in range(documents.size):
+        square = 0.0
+        for entry in range(bounds[row], bounds[row + 1]):
+            square += values[entry] * values[entry]
+        for place in range(dense.shape[1]):
+            square += dense[row, place] * dense[row, place]
+        inverse[row] = 1 / (square + bias * bias + 0.5 / cost)
+    return Local(
+        documents,
+        bounds.astype(np.int64),
+        bounds[1:].astype(np.int64),
+        columns,
+        values,
+        np.arange(num_columns).astype(np.int32),
+        np.full(documents.size, 0.5 / cost, np.float32),
+        inverse,
+    )
+
+
+@njit(cache=True, nogil=True)
 def localise(
     bounds: Any, columns: Any, values: Any, dense: Any, documents: Any, cost: Any, bias: Any, counts: Any
 ) -> Any:
-    """The cluster of these documents; `counts` (D,) int32 is all zeros, and is left so."""
+    """A copy of the cluster of these documents; `counts` (D,) int32 is all zeros, and is left so."""
     size = documents.size
     starts = np.empty(size + 1, np.int64)
     starts[0] = 0

@@ -18,7 +18,17 @@ from xmc.errors import InputError
 from xmc.linear.inputs import Inputs, read_only
 from xmc.linear.lanes import LANES
 from xmc.linear.problem import Problem, work
-from xmc.linear.solver import Entries, Local, SolverConfig, collect, localise, mark_positives, solve
+from xmc.linear.solver import (
+    Entries,
+    Local,
+    SolverConfig,
+    all_shared,
+    collect,
+    localise,
+    mark_positives,
+    solve,
+    whole,
+)
 from xmc.linear.weights import MAX_CHUNK, LevelWeights, concatenate
 
 # Small clusters are given to threads in this many shares a thread: some take longer than thought.
@@ -64,7 +74,7 @@ def train_block(
     is_wide = amounts > amounts.sum() / (2 * threads)
     parts: dict[int, LevelWeights] = {}
     with ThreadPoolExecutor(threads) as pool:
-        # One wide cluster after the other, so that only one copy of so many documents exists.
+        # One wide cluster after the other, so that only one copy of so many documents exists at most.
         for place in np.flatnonzero(is_wide).tolist():
             parts[place] = _train_wide(inputs, problem, pieces[place], config, seed, pool)
         shares = list(_shares(amounts, is_wide, _SHARES * threads))
@@ -134,16 +144,14 @@ def _train_piece(
 def _localise(
     inputs: Inputs, problem: Problem, piece: _Piece, config: SolverConfig, counts: NDArray[np.int32]
 ) -> Local:
-    return localise(
-        inputs.row_bounds,
-        inputs.columns,
-        inputs.values,
-        inputs.dense_rows,
-        read_only(problem.rows_of(piece.cluster)),
-        config.cost,
-        config.bias,
-        counts,
-    )
+    """The piece's documents as the solver reads them; `counts` (D,) is all zeros, and is left so."""
+    rows = read_only(problem.rows_of(piece.cluster))
+    documents = (inputs.row_bounds, inputs.columns, inputs.values, inputs.dense_rows, rows)
+    if len(rows) == len(inputs) and all_shared(inputs.columns, counts):
+        return whole(*documents, inputs.num_columns, config.cost, config.bias)
+    local = localise(*documents, config.cost, config.bias, counts)
+    # As the inputs' own arrays are: the solver is compiled for one kind.
+    return local._replace(columns=read_only(local.columns), values=read_only(local.values))
 
 
 def _label_blocks(problem: Problem, piece: _Piece) -> list[NDArray[np.int64]]:
@@ -200,8 +208,8 @@ def _assemble(piece: _Piece, blocks: list[_Block], inputs: Inputs, counts: NDArr
     dense[order - piece.first] = np.concatenate([block.dense for block in blocks])
     columns, entry_ends, children, values = _group_by_column(
         np.concatenate([block.entries.columns for block in blocks]),
-        np.concatenate([(block.positions - piece.first)[block.entries.lanes] for block in blocks]).astype(
-            np.uint16
+        np.concatenate(
+            [(block.positions - piece.first).astype(np.uint16)[block.entries.lanes] for block in blocks]
         ),
         np.concatenate([block.entries.values for block in blocks]),
         counts,

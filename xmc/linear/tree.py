@@ -74,15 +74,14 @@ class LinearTree:
         """From documents and their labels Y (N×L)."""
         model = cls(tree, (), config)
         for level in range(tree.num_levels - 1):
-            problem = model.next_problem(inputs, labels)
+            problem = model.problem(level, inputs, labels)
             span = (0, problem.groups.num_children)
             weights = train_block(inputs, problem, span, config.solver, seed + level, num_threads)
             model = cls(tree, (*model.levels, weights), config)
         return model
 
-    def next_problem(self, inputs: Inputs, labels: sp.csr_matrix) -> Problem:
-        """What the first level without weights trains on; `levels` holds those above it."""
-        level = len(self.levels)
+    def problem(self, level: int, inputs: Inputs, labels: sp.csr_matrix) -> Problem:
+        """What the children of `level` train on; with matcher-aware negatives `levels` must hold all above it."""
         groups = Groups.of_level(self.tree, level)
         positives = self.tree.positives(labels, level + 1)
         if level == 0:

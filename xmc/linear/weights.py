@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from xmc.errors import InputError
 from xmc.files import atomic_file
@@ -63,8 +62,7 @@ class LevelWeights:
 
     def save(self, path: Path) -> None:
         """Write one safetensors file."""
-        with atomic_file(path) as temporary:
-            save_file(self._arrays(), temporary, metadata={"num_columns": str(self.num_columns)})
+        _write(path, self.num_columns, {name: [array] for name, array in self._arrays().items()})
 
     @classmethod
     def load(cls, path: Path) -> LevelWeights:
@@ -122,6 +120,7 @@ def _entries_fit(
 
 
 _TYPES = {"I64": np.int64, "I32": np.int32, "U16": np.uint16, "F32": np.float32}
+_NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 
 
 def _map_file(path: Path) -> tuple[dict[str, NDArray], dict[str, str]]:
@@ -137,21 +136,52 @@ def _map_file(path: Path) -> tuple[dict[str, NDArray], dict[str, str]]:
     return arrays, metadata
 
 
+def _write(path: Path, num_columns: int, arrays: Mapping[str, Sequence[NDArray]]) -> None:
+    """A safetensors file of arrays that come in pieces, none of which is copied: they may be mapped files."""
+    header: dict[str, Any] = {"__metadata__": {"num_columns": str(num_columns)}}
+    # Wide items first: each array then begins at a multiple of its items' size.
+    names = sorted(arrays, key=lambda name: -arrays[name][0].itemsize)
+    begin = 0
+    for name in names:
+        pieces = arrays[name]
+        end = begin + sum(piece.nbytes for piece in pieces)
+        shape = [sum(map(len, pieces)), *pieces[0].shape[1:]]
+        header[name] = {"dtype": _NAMES[pieces[0].dtype], "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_file(path) as temporary, open(temporary, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            for piece in arrays[name]:
+                file.write(np.ascontiguousarray(piece).data)
+
+
 def concatenate(parts: Sequence[LevelWeights]) -> LevelWeights:
     """Join parts whose positions follow one another."""
+    arrays = {name: np.concatenate(pieces) for name, pieces in _joined(parts).items()}
+    return LevelWeights(parts[0].num_columns, **arrays)
+
+
+def join_files(parts: Sequence[Path], path: Path) -> None:
+    """The same of parts that lie on disk, from file to file: memory holds none of them."""
+    loaded = [LevelWeights.load(part) for part in parts]
+    _write(path, loaded[0].num_columns, _joined(loaded))
+
+
+def _joined(parts: Sequence[LevelWeights]) -> dict[str, list[NDArray]]:
+    """The pieces of each array of all parts together."""
     for before, after in itertools.pairwise(parts):
         if before.last != after.first:
             raise ValueError(
                 f"positions end at {before.last} and go on at {after.first}: give all parts in order"
             )
 
-    def join(name: str) -> NDArray:
-        return np.concatenate([getattr(part, name) for part in parts])
-
     def join_bounds(name: str) -> NDArray:
         sizes = np.concatenate([np.diff(getattr(part, name)) for part in parts])
         return getattr(parts[0], name)[0] + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
-    names = parts[0]._arrays()
-    arrays = {name: join_bounds(name) if name.endswith("_bounds") else join(name) for name in names}
-    return LevelWeights(parts[0].num_columns, **arrays)
+    return {
+        name: [join_bounds(name)] if name.endswith("_bounds") else [getattr(part, name) for part in parts]
+        for name in parts[0]._arrays()
+    }

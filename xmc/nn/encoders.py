@@ -126,7 +126,8 @@ def load_encoder(config: EncoderConfig, seed: int = 0) -> Encoder:
 
 
 def save_encoder(encoder: Encoder, directory: Path, state: dict[str, Tensor] | None = None) -> None:
-    """Write the transformers model as safetensors with its config; `EncoderConfig(name=directory)` reads it back.
+    """Write the transformers model as safetensors with its config; `load_encoder` reads it by the directory's name,
+    `load_tokenizer` only where the tokenizer's files are put beside them.
 
     `state` replaces the weights where they are not in the module (averaged, or partitioned by ZeRO 3); its names are
     those of `encoder.model`.

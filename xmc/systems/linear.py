@@ -4,7 +4,7 @@ Method: labels are clustered by the mean features of their documents (few labels
 above the clusters lie as few levels as their number asks for; each node has a squared-hinge classifier on unit-length
 features, trained by dual coordinate descent against the documents that reach its parent. Prediction is a beam search
 down the tree.
-Loss: ½|w|² + C·Σ max(0, 1 − t·w·x)². Score: the product of the path's scores, see `linear.combine`.
+Loss: ½|w|² + C·Σ max(0, 1 − t·w·x)². Score: the product of the path's scores, see `linear.scores`.
 Stages: corpus → tfidf → clusters → [tokens → vectors] → train → model → evaluate. With teacher-forced negatives all
 levels train at once as Ray tasks; matcher-aware ones need the level above first.
 Needs text, or a corpus with features of its own. Suits label sets of any size. What a new corpus should meet first.
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import ray
 import scipy.sparse as sp
 
 from raycluster.inference import read_vectors
@@ -31,7 +32,6 @@ from xmc.corpus.tfidf import Tfidf, TfidfConfig
 from xmc.labels.clustering import ClusterConfig
 from xmc.labels.topk import TopK
 from xmc.labels.tree import TreeConfig, build_tree
-from xmc.linear.inputs import Inputs
 from xmc.linear.tree import LinearConfig, LinearTree, flat_tree
 from xmc.nn.encoders import EncoderConfig, load_encoder, save_encoder
 from xmc.systems import shared_stages
@@ -77,10 +77,13 @@ def stages(config: Config, corpus: Corpus, on_steps: StepCallback) -> list[Stage
         if "clusters" in given:
             clusters = shared_stages.load_clusters(given["clusters"] / "clusters.safetensors")
             tree = build_tree(clusters, config.tree)
-        inputs = ranker_inputs(
-            config.inputs,
-            shared_stages.training_features(given),
-            read_vectors(given["vectors"])[VECTORS] if "vectors" in given else None,
+        # Nobody here holds them: the object store's copy is the only one while trees are trained.
+        inputs = ray.put(
+            ranker_inputs(
+                config.inputs,
+                shared_stages.training_features(given),
+                read_vectors(given["vectors"])[VECTORS] if "vectors" in given else None,
+            )
         )
         labels = shared_stages.open_corpus(given).label_matrix("train")
         train_tree(inputs, labels, tree, config.linear, config.seed, out)
@@ -127,7 +130,7 @@ class LinearPredictor:
 
     def top_k_of_features(self, features: sp.csr_matrix, k: int) -> TopK:
         """(N, k) for documents that come as features (N × D)."""
-        return self._tree.predict(Inputs(features, None), k)
+        return self._tree.predict(ranker_inputs("tfidf", features, None), k)
 
 
 def load_predictor(directory: Path, config: Config, num_labels: int) -> LinearPredictor:

@@ -1,8 +1,8 @@
 """What systems with a trained network share: the training stage, the network on disk, and its predictions.
 
-A network on disk: `encoder/`, if it has one, as transformers writes it (safetensors), `module.safetensors` with the
-rest of the engine's weights, `rows/` with the label blocks by range, `head.safetensors` with what all ranks share. No
-pickle.
+A network on disk: `encoder/`, if it has one, as transformers writes it (safetensors) and with its tokenizer, so that
+another run can begin with it (`encoder.name`); `module.safetensors` with the rest of the engine's weights; `rows/` with
+the label blocks by range; `head.safetensors` with what all ranks share. No pickle.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ def train_network(
     )
     validation = _labelled(inputs, "valid", lists) if job.num_validation else None
     trainer.fit(job, _labelled(inputs, "train", lists), on_steps, validation)
+    encoder = out / "network" / "encoder"
+    if encoder.is_dir():
+        shutil.copytree(inputs["tokens"] / "tokenizer", encoder, dirs_exist_ok=True)
 
 
 def _num_validation(config: TrainConfig, inputs: Mapping[str, Path]) -> int:

@@ -1,7 +1,7 @@
 """Linear levels trained on Ray: a level's labels are cut into blocks of about equal work, each a task of its own.
 
 A task holds one block's weights and writes them when they are done, so memory is bounded by a block and a killed run
-goes on with the blocks that are missing.
+goes on with the blocks that are missing. All read the same inputs in the object store: a node has them once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import scipy.sparse as sp
 from xmc.corpus.tokens import gather
 from xmc.labels.tree import LabelTree
 from xmc.linear.inputs import Inputs
-from xmc.linear.problem import Groups, Problem, plan_blocks
+from xmc.linear.problem import Problem, plan_blocks
 from xmc.linear.solver import SolverConfig
 from xmc.linear.training import train_block
 from xmc.linear.tree import LinearConfig, LinearTree
-from xmc.linear.weights import LevelWeights, concatenate
+from xmc.linear.weights import LevelWeights, join_files
 from xmc.progress import Progress
 
 # Tasks a CPU: enough that none waits long for the last one, few enough that starting them costs nothing.
@@ -37,39 +37,32 @@ class Level(NamedTuple):
 
 
 def train_tree(
-    inputs: Inputs, labels: sp.csr_matrix, tree: LabelTree, config: LinearConfig, seed: int, out: Path
+    shared: ray.ObjectRef, labels: sp.csr_matrix, tree: LabelTree, config: LinearConfig, seed: int, out: Path
 ) -> None:
-    """Train a linear tree into `out`/tree: all levels at once where none needs to know what the one above it finds."""
+    """Train a linear tree on `shared` Inputs into `out`/tree: all levels at once where none needs to know what the one
+    above it finds."""
+    inputs: Inputs = ray.get(shared)
     files = [out / f"level-{level}.safetensors" for level in range(tree.num_levels - 1)]
     model = LinearTree(tree, (), config)
-    if "man" not in config.negatives:
-        teach(
-            inputs,
-            [Level(_taught(tree, labels, i), seed + i, file) for i, file in enumerate(files)],
-            config.solver,
-        )
-        model = LinearTree(tree, tuple(LevelWeights.load(file) for file in files), config)
-    while len(model.levels) < len(files):
-        level, file = len(model.levels), files[len(model.levels)]
-        if not file.exists():
-            teach(inputs, [Level(model.next_problem(inputs, labels), seed + level, file)], config.solver)
-        model = LinearTree(tree, (*model.levels, LevelWeights.load(file)), config)
+    at_once = len(files) if "man" not in config.negatives else 1
+    for first in range(0, len(files), at_once):
+        todo = [i for i in range(first, first + at_once) if not files[i].exists()]
+        problems = [Level(model.problem(i, inputs, labels), seed + i, files[i]) for i in todo]
+        teach(shared, problems, config.solver)
+        loaded = (LevelWeights.load(file) for file in files[first : first + at_once])
+        model = LinearTree(tree, (*model.levels, *loaded), config)
     model.save(out / "tree")
     for file in files:
         file.unlink()
 
 
-def _taught(tree: LabelTree, labels: sp.csr_matrix, level: int) -> Problem:
-    """The children of a level's nodes with the documents that the labels send there."""
-    positives = tree.positives(labels, level + 1)
-    return Problem.build(positives, Groups.of_level(tree, level), "tfn" if level else "all")
-
-
-def teach(inputs: Inputs, levels: Sequence[Level], config: SolverConfig) -> None:
-    """Train all levels at once; what is on disk already is kept."""
+def teach(shared: ray.ObjectRef, levels: Sequence[Level], config: SolverConfig) -> None:
+    """Train all levels at once on `shared` Inputs; what is on disk already is kept."""
     todo = [level for level in levels if not level.file.exists()]
+    if not todo:
+        return
     cpus = int(ray.cluster_resources().get("CPU", 1))
-    shared = ray.put(inputs)
+    inputs: Inputs = ray.get(shared)
     waiting: dict[ray.ObjectRef, int] = {}
     parts: list[list[Path]] = []
     for problem, seed, file in todo:
@@ -84,7 +77,7 @@ def teach(inputs: Inputs, levels: Sequence[Level], config: SolverConfig) -> None
                 waiting[task] = block[1] - block[0]
     _wait(waiting)
     for level, paths in zip(todo, parts, strict=True):
-        concatenate([LevelWeights.load(path) for path in paths]).save(level.file)
+        join_files(paths, level.file)
         shutil.rmtree(level.file.with_suffix(".parts"))
 
 

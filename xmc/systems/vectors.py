@@ -19,7 +19,7 @@ from xmc.corpus.tfidf import Tfidf
 from xmc.corpus.tokens import Sequences, SubwordEncoder, TokensConfig, read_manifest
 from xmc.errors import InputError
 from xmc.labels.topk import TopK
-from xmc.linear.inputs import Inputs, combine
+from xmc.linear.inputs import Inputs, combine, unit_rows
 from xmc.nn.encoders import EncoderConfig, load_encoder
 from xmc.nn.heads.matcher import MatcherHead, MatcherModule
 from xmc.systems.neural import outputs_by_length, prediction_device
@@ -77,7 +77,7 @@ def vectors_stage(
 def ranker_inputs(kind: Kind, tfidf: sp.csr_matrix | None, vectors: np.ndarray | None) -> Inputs:
     """N documents as a ranker reads them, rows of unit length."""
     if kind == "tfidf":
-        return Inputs(tfidf, None)
+        return Inputs(unit_rows(tfidf), None)
     assert vectors is not None
     if kind == "embedding":
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -25,16 +25,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
 import torch
-from safetensors.numpy import load_file, save_file
 
-from raycluster.inference import read_vectors
+from raycluster.inference import read_vectors, write_vectors
 from raycluster.job import Learner, TrainConfig
 from raycluster.stages import Stage
 from xmc.config import CommonConfig
 from xmc.corpus.store import Corpus
 from xmc.corpus.tfidf import Tfidf, TfidfConfig
-from xmc.corpus.tokens import SubwordEncoder, TokensConfig
+from xmc.corpus.tokens import SubwordEncoder, TokensConfig, write_sequences
 from xmc.errors import InputError
 from xmc.labels.clustering import ClusterConfig, LabelClusters
 from xmc.labels.features import pifa
@@ -78,7 +80,8 @@ class RankerConfig:
     # Training documents of a label: tfn, man or tfn+man. all: every document, and every label is ranked; the matcher
     # then serves for its vectors alone. For up to a few thousand labels.
     negatives: Negatives = "tfn+man"
-    # Clusters of a document whose labels are ranked, and which count as matched in training: b of the paper.
+    # Clusters of a document whose labels are ranked, and which count as matched in training: b of the paper. Without
+    # effect where all labels are ranked.
     beam: int = 10
     solver: SolverConfig = field(default_factory=SolverConfig)
     combine: CombineConfig = field(default_factory=CombineConfig)
@@ -161,8 +164,14 @@ def _ranker_stage(config: Config, prefix: str) -> Stage:
     def run(out: Path, given: Mapping[str, Path]) -> None:
         clusters = shared_stages.load_clusters(given[names[0]] / "clusters.safetensors")
         found = read_vectors(given[names[1]])
-        sparse = shared_stages.training_features(given) if ranker.inputs != "embedding" else None
-        inputs = ranker_inputs(ranker.inputs, sparse, found[VECTORS])
+        # Nobody here holds them: the object store's copy is the only one while rankers are trained.
+        inputs = ray.put(
+            ranker_inputs(
+                ranker.inputs,
+                shared_stages.training_features(given) if ranker.inputs != "embedding" else None,
+                found.pop(VECTORS),
+            )
+        )
         matched = TopK(found[CLUSTERS], found[SCORES])
         labels = shared_stages.open_corpus(given).label_matrix("train")
         problem = Problem.build(labels, _groups(clusters, ranker), ranker.negatives, matched)
@@ -188,23 +197,25 @@ def _pifa_of_vectors(inputs: Mapping[str, Path]) -> Any:
 
 def _text_vectors(inputs: Mapping[str, Path]) -> Any:
     """(L × d): unit vectors of the labels' own texts."""
-    return load_file(inputs["label_vectors"] / "labels.safetensors")[VECTORS]
+    return ranker_inputs("embedding", None, read_vectors(inputs["label_vectors"])[VECTORS]).dense_rows
 
 
 def _label_vectors_stage(config: Config) -> Stage:
-    """The pre-trained encoder's mean state over each label's text (its name where it has none)."""
+    """The pre-trained encoder's mean state over each label's text (or name), by Ray Data's actors."""
     encoder = replace(config.encoder, layers_pooled=1, summary="mean")
 
     def run(out: Path, given: Mapping[str, Path]) -> None:
         tokenizer = load_tokenizer(encoder)
         subwords = SubwordEncoder(tokenizer, TokensConfig(encoder.name, encoder.max_tokens))
-        embedder = pretrained(encoder, config.seed, (subwords.pad_id, tokenizer.padding_side))
         corpus = shared_stages.open_corpus(given)
         texts = corpus.labels.texts[: corpus.num_labels].fill_null(corpus.labels.names[: corpus.num_labels])
-        inputs = ranker_inputs("embedding", None, embedder(subwords.encode_texts(texts))[VECTORS])
-        save_file({VECTORS: inputs.dense_rows}, out / "labels.safetensors")
+        pq.write_table(pa.table({"text": texts}), out / "texts.parquet")
+        write_sequences([out / "texts.parquet"], subwords, out / "tokens")
+        make = partial(pretrained, encoder, config.seed, (subwords.pad_id, tokenizer.padding_side))
+        write_vectors((out / "tokens").resolve(), make, out.resolve(), "label vectors")
 
-    return Stage("label_vectors", {"encoder": asdict(encoder), "seed": config.seed}, run, ("corpus",))
+    settings = {"encoder": asdict(encoder), "seed": config.seed}
+    return Stage("label_vectors", settings, run, ("corpus",), resumes=True)
 
 
 # ------------------------------------------------------------------------------------------------ the network
