@@ -88,17 +88,23 @@ def least_resources(config: TrainConfig) -> tuple[float, float]:
 
 def default_cpus(workers: int) -> float:
     """Half a rank's share of the cluster's CPUs, and less where that would leave no whole CPU: a task of Ray Data asks
-    for one, and drivers of members or trials for a little. A group that waits for such a task would wait for ever."""
+    for one, and drivers of members or trials for a little. A group that waits for such a task would wait for ever, and
+    so would a rank that asks for more than a node has."""
     cpus = ray.cluster_resources().get("CPU", 1)
-    return max(0.01, round(pool.share() * min(cpus / 2, cpus - 1.2) / workers, 2))
+    share = pool.share() * min(cpus / 2, cpus - 1.2) / workers
+    return max(0.01, round(min(share, max(_cpus_by_node()) / 2), 2))
 
 
 def default_threads(workers: int) -> int:
     """Torch threads of a rank: the CPUs of its node over the ranks that share it, those of the groups that train at the
     same time among them."""
-    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    per_node = -(-round(workers / pool.share()) // max(len(nodes), 1))
+    nodes = _cpus_by_node()
+    per_node = -(-round(workers / pool.share()) // len(nodes))
     return max(1, int(max(nodes) / per_node))
+
+
+def _cpus_by_node() -> list[float]:
+    return [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
 
 
 @contextmanager

@@ -138,3 +138,8 @@ def test_actors_with_a_network_wait_for_no_task(ray_session: None, tmp_path: Pat
     finally:
         ray.kill(others)
     assert inference.read_vectors(tmp_path / "out")["length"].tolist() == [1, 2, 3]
+
+
+def test_a_rank_fits_on_a_node(monkeypatch: pytest.MonkeyPatch):
+    cluster(monkeypatch, 12, nodes=3)
+    assert trainer.default_cpus(1) == 2.0
