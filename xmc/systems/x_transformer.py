@@ -197,7 +197,7 @@ def _pifa_of_vectors(inputs: Mapping[str, Path]) -> Any:
 
 def _text_vectors(inputs: Mapping[str, Path]) -> Any:
     """(L × d): unit vectors of the labels' own texts."""
-    return ranker_inputs("embedding", None, read_vectors(inputs["label_vectors"])[VECTORS]).dense_rows
+    return ranker_inputs("embedding", None, read_vectors(inputs["label_vectors"])[VECTORS]).dense
 
 
 def _label_vectors_stage(config: Config) -> Stage:
