@@ -227,9 +227,7 @@ def tables() -> str:
     lines += figures(
         "attention_level", "AttentionXML: a level's step as its labels grow at 40 × 8 candidates"
     )
-    lines += figures(
-        "attention_trees", "AttentionXML: trees at once and one after another, bundled sample"
-    )
+    lines += figures("attention_trees", "AttentionXML: trees at once and one after another, bundled sample")
     lines += figures("aplc_layer", "APLC over a flat layer of 670,000 labels, beside the paper's equation 14")
     lines += figures("treader_layer", "TReaderXML's step over the encoder's own")
     lines += figures("neighbours", "TReaderXML's neighbours")
