@@ -97,9 +97,10 @@ def test_label_texts_and_neural_pifa_index_labels_too(ray_session: None, tmp_pat
     corpus = run.corpus_of(directory, None)
     vectors = read_vectors(label_vectors)["vectors"]
     # A label's vector is that of its own text, whatever other texts are read beside it.
-    encoder = replace(settings(directory).encoder, layers_pooled=1, summary="mean")
+    used = settings(directory)
+    encoder = replace(used.encoder, layers_pooled=1, summary="mean")
     subwords = SubwordEncoder(load_tokenizer(encoder), TokensConfig("saved", encoder.max_tokens))
-    alone = pretrained(encoder, 0, (subwords.pad_id, "right"))(
+    alone = pretrained(encoder, used.seed, (subwords.pad_id, "right"))(
         subwords.encode_texts(corpus.labels.texts[7:8])
     )
     assert vectors.shape[0] == corpus.num_labels
