@@ -62,9 +62,8 @@ class Local(NamedTuple):
     documents: np.ndarray  # (n,) int32, ascending
     starts: np.ndarray  # (n+1,) int64: where a document's entries begin
     middles: np.ndarray  # (n,) int64: where its lone entries begin
-    columns: (
-        np.ndarray
-    )  # read-only int32 by entry: the number within the cluster, the column itself for lone entries
+    # read-only int32 by entry: the number within the cluster, the column itself for lone entries
+    columns: np.ndarray
     values: np.ndarray  # read-only float32 by entry
     names: np.ndarray  # (C,) int32: the columns by their numbers
     diagonal: np.ndarray  # (n,) float32: 1/2C + squares of the lone entries
