@@ -221,7 +221,7 @@ def load_predictor(directory: Path, config: Config, num_labels: int) -> NetworkP
     module, head = _network(
         encoder, config.model, clusters, config.seed, prediction_device(), averaging_engine=False
     )
-    load_network(module, head, directory / "network")
+    load_network(module, head, directory / "network", config.engine)
     tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer", local_files_only=True)
     return NetworkPredictor(tokenizer, config.encoder.max_tokens, module, head)
 

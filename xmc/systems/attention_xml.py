@@ -230,7 +230,7 @@ def _searcher(
     network = given[f"level-{level}"] / "network"
     vocabulary_size = BlockReader(network / "rows").num_rows("words")
     settings = replace(_settings(config, tree.num_labels, vocabulary_size), level=level)
-    trained = load_level(settings, network, tree)
+    trained = load_level(settings, network, tree, config.engine)
     width = min(config.model.candidates, tree.level_sizes[level])
 
     def search(sequences: Sequences, above: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
@@ -436,7 +436,7 @@ def load_predictor(directory: Path, config: Config, num_labels: int) -> Attentio
     count = 1 if tree is None else tree.num_levels - 1
     first = _settings(config, num_labels, len(vocabulary))
     levels = [
-        load_level(replace(first, level=level), directory / "levels" / str(level), tree)
+        load_level(replace(first, level=level), directory / "levels" / str(level), tree, config.engine)
         for level in range(1, count + 1)
     ]
     return AttentionXmlPredictor(vocabulary, levels, config.model.candidates)

@@ -26,6 +26,7 @@ from xmc.errors import InputError
 from xmc.labels.topk import NO_LABEL, TopK
 from xmc.labels.tree import LabelTree
 from xmc.nn.block_files import BlockReader
+from xmc.nn.engine import EngineConfig
 from xmc.nn.heads.attention_xml import AttentionXmlHead, AttentionXmlModule, MaxPoolModule
 from xmc.nn.heads.base import LabelHead
 from xmc.nn.heads.light_xml import LabelClusters, LightXmlHead, LightXmlHeadConfig
@@ -290,11 +291,10 @@ class Level(NamedTuple):
         return TopK(nodes, scores)
 
 
-def load_level(settings: Settings, network: Path, tree: LabelTree | None) -> Level:
+def load_level(settings: Settings, network: Path, tree: LabelTree | None, engine: EngineConfig) -> Level:
     """A level's network from its directory."""
     num_nodes = settings.num_labels if tree is None else tree.level_sizes[settings.level]
     groups = _groups(tree, settings.level)
     level = Level(*_network(settings, num_nodes, groups, None, prediction_device(), averaging_engine=False))
-    load_network(level.module, level.head, network)
-    level.module.eval()
+    load_network(level.module, level.head, network, engine)
     return level

@@ -191,6 +191,6 @@ def load_predictor(directory: Path, config: Config, num_labels: int) -> NetworkP
     )
     settings = Settings(encoder, config.model, num_labels, None, config.seed)
     module, head = _network(settings, clusters, prediction_device(), averaging_engine=False)
-    load_network(module, head, directory / "network")
+    load_network(module, head, directory / "network", config.engine)
     tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer", local_files_only=True)
     return NetworkPredictor(tokenizer, config.encoder.max_tokens, module, head)

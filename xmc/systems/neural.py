@@ -27,6 +27,7 @@ from xmc.errors import InputError
 from xmc.labels.topk import TopK
 from xmc.nn.block_files import BlockReader, write_blocks
 from xmc.nn.encoders import Encoder, save_encoder
+from xmc.nn.engine import EngineConfig, choose_precision
 from xmc.nn.heads.base import LabelHead
 from xmc.nn.sharding import rank_index, world_size
 from xmc.systems.shared_stages import open_corpus
@@ -130,8 +131,9 @@ def link_file(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
-def load_network(module: nn.Module, head: LabelHead, network: Path) -> None:
-    """Fill a module, whose encoder was built from `network`/encoder, and a head of any number of ranks."""
+def load_network(module: nn.Module, head: LabelHead, network: Path, engine: EngineConfig) -> None:
+    """Fill a module, whose encoder was built from `network`/encoder, and a head of any number of ranks; the module is
+    then ready to predict."""
     rest = load_file(network / "module.safetensors")
     own = {name: p for name, p in module.named_parameters() if not name.startswith(_ENCODER)}
     if rest.keys() != own.keys():
@@ -150,6 +152,13 @@ def load_network(module: nn.Module, head: LabelHead, network: Path) -> None:
             )
     head.load_rows(reader)
     head.load_shared_state(load_file(network / "head.safetensors"))
+    for_prediction(module, engine)
+
+
+def for_prediction(module: nn.Module, engine: EngineConfig) -> None:
+    """Set a module to predict, in the precision that it would be trained in on its device."""
+    chosen = choose_precision(engine, next(module.parameters()).device)
+    module.eval().to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[chosen])
 
 
 class NetworkPredictor:
@@ -158,7 +167,7 @@ class NetworkPredictor:
     def __init__(self, tokenizer: Any, max_tokens: int, module: nn.Module, head: LabelHead):
         self._subwords = SubwordEncoder(tokenizer, TokensConfig(tokenizer="saved", max_tokens=max_tokens))
         self._padding = (self._subwords.pad_id, tokenizer.padding_side)
-        self._module = module.eval()
+        self._module = module
         self._head = head
 
     def top_k(self, texts: Sequence[str], k: int) -> TopK:

@@ -302,7 +302,7 @@ class TReaderPredictor:
         head: TReaderHead,
         teacher: tuple[Teacher, Network] | None,
     ) -> None:
-        self._encoder, self._padding, self._module, self._head = encoder, padding, module.eval(), head
+        self._encoder, self._padding, self._module, self._head = encoder, padding, module, head
         self._teacher = teacher
 
     def top_k(self, texts: Sequence[str], k: int) -> TopK:
@@ -381,7 +381,7 @@ def load_predictor(directory: Path, config: Config, num_labels: int) -> TReaderP
     num_rows = len(encoder) if isinstance(encoder, Vocabulary) else 0
     num_nodes = len(teacher[0].node_names) if teacher is not None else 0
     module, head = _network(settings, num_rows, num_nodes, prediction_device(), averaging_engine=False)
-    load_network(module, head, network)
+    load_network(module, head, network, config.engine)
     return TReaderPredictor(encoder, padding, module, head, teacher)
 
 

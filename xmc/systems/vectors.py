@@ -21,8 +21,9 @@ from xmc.errors import InputError
 from xmc.labels.topk import TopK
 from xmc.linear.inputs import Inputs, combine, unit_rows
 from xmc.nn.encoders import EncoderConfig, load_encoder
+from xmc.nn.engine import EngineConfig
 from xmc.nn.heads.matcher import MatcherHead, MatcherModule
-from xmc.systems.neural import outputs_by_length, prediction_device
+from xmc.systems.neural import for_prediction, outputs_by_length, prediction_device
 
 # What a ranker reads of a document.
 Kind = Literal["tfidf", "embedding", "both"]
@@ -35,7 +36,7 @@ class Embedder:
     def __init__(
         self, module: MatcherModule, padding: tuple[int, str], head: MatcherHead | None = None, beam: int = 0
     ) -> None:
-        self._module, self._padding, self._head, self._beam = module.eval(), padding, head, beam
+        self._module, self._padding, self._head, self._beam = module, padding, head, beam
 
     def __call__(self, sequences: Sequences) -> dict[str, np.ndarray]:
         count = len(sequences)
@@ -53,7 +54,9 @@ class Embedder:
 
 def pretrained(encoder: EncoderConfig, seed: int, padding: tuple[int, str]) -> Embedder:
     """The encoder as it is, without training."""
-    return Embedder(MatcherModule(load_encoder(encoder, seed)).to(prediction_device()), padding)
+    module = MatcherModule(load_encoder(encoder, seed)).to(prediction_device())
+    for_prediction(module, EngineConfig())
+    return Embedder(module, padding)
 
 
 def vectors_stage(

@@ -262,7 +262,7 @@ def _load_matcher(config: Config, network: Path, padding: tuple[int, str]) -> Em
     encoder = replace(config.encoder, name=str(network / "encoder"), gradient_checkpointing=False)
     settings = Settings(encoder, config.matcher, network / "clusters.safetensors", config.seed)
     module, head = _network(settings, prediction_device(), averaging_engine=False)
-    load_network(module, head, network)
+    load_network(module, head, network, config.engine)
     return Embedder(module, padding, head, min(config.ranker.beam, head.num_clusters))
 
 
