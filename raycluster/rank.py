@@ -106,6 +106,7 @@ class _Loop:
         self.step = 0
         if checkpoint is not None and weights is not None:
             self._restore(checkpoint, weights)
+            self._say(f"training goes on from step {self.step:,}")
         self.log = _StepLog(job.out / STEPS_FILE, self.step) if self.rank == 0 else None
         self.saved_at = time.monotonic()
 

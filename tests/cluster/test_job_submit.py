@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.cluster.nodes import BIN, environment, free_port, kill_node, start_node
+
 ROOT = Path(__file__).parent.parent.parent
-BIN = Path(sys.executable).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def environment() -> dict[str, str]:
-    """As after `source .venv/bin/activate` and `export RAY_AUTH_MODE=token`."""
-    kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    return kept | {"PATH": f"{BIN}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token"}
 
 
 def wait_until_jobs_are_taken(address: str, head: subprocess.Popen) -> None:
@@ -51,19 +37,15 @@ def dashboard() -> Iterator[str]:
         env=environment(),
         stdout=subprocess.DEVNULL,
     )
-    command = [BIN / "ray", "start", "--head", "--block", f"--port={free_port()}", f"--dashboard-port={port}"]
-    command += ["--num-cpus=2", "--object-store-memory=300000000", f"--temp-dir={temporary}"]
-    # Its usual port may be another cluster's of this machine, and without its agent a node takes no jobs.
-    command += [f"--dashboard-agent-listen-port={free_port()}"]
-    head = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+    head = start_node(
+        "--head", f"--port={free_port()}", f"--dashboard-port={port}", f"--temp-dir={temporary}"
+    )
     try:
         address = f"http://127.0.0.1:{port}"
         wait_until_jobs_are_taken(address, head)
         yield address
     finally:
-        for process in [*psutil.Process(head.pid).children(recursive=True), head]:
-            process.kill()
-        head.wait(60)
+        kill_node(head)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
