@@ -84,3 +84,21 @@ def test_a_mistake_ends_the_command_in_the_users_words():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: light_xml: train.epochs is 'many'; it takes a whole number\n"
+
+
+def test_a_preset_extends_another(tmp_path: Path):
+    own = tmp_path / "own.yaml"
+    own.write_text("extends: light_xml.sample\ntrain: {epochs: 7}\n")
+    loaded, base = config.load(str(own)), config.load("light_xml.sample")
+    assert loaded.train.epochs == 7
+    assert loaded.train.batch_size == base.train.batch_size
+    assert loaded.encoder == base.encoder
+    again = tmp_path / "again.yaml"
+    again.write_text(f"extends: {own}\nseed: 5\n")
+    assert (config.load(str(again)).seed, config.load(str(again)).train.epochs) == (5, 7)
+    own.write_text(f"extends: {again}\n")
+    with pytest.raises(InputError, match="extends itself"):
+        config.load(str(own))
+    own.write_text("extends: light_xml.smaple\n")
+    with pytest.raises(InputError, match=r"did you mean light_xml\.sample"):
+        config.load(str(own))

@@ -76,13 +76,23 @@ class CommonConfig:
 def load(preset: str, overrides: Sequence[str] = ()) -> Any:
     """The checked settings of a preset (a name, or a YAML file's path) with overrides put over it."""
     path = preset_path(preset)
-    values = read_yaml(path)
-    values = merge(values, parse_overrides(overrides))
+    values = merge(read_preset(path), parse_overrides(overrides))
     name = values.get("system")
     if name not in SYSTEMS:
         raise InputError(f"{path}: system is {name!r}; it is one of: {', '.join(SYSTEMS)}")
     values = merge({"run": {"dir": f"runs/{path.stem}"}}, values)
     return from_mapping(find_system(name).Config, values, str(preset))
+
+
+def read_preset(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A preset's settings, put over those of the one that it `extends`; it is extended itself by those `above`."""
+    values = read_yaml(path)
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    if path in above:
+        raise InputError(f"{path}: extends itself, by way of {' and '.join(p.stem for p in above)}")
+    return merge(read_preset(preset_path(str(base)), (*above, path)), values)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
