@@ -13,7 +13,7 @@ Needs text. Suits label sets of any size: flat up to some 30,000 labels, a tree 
 Switches: model.attention=false is Table 4's network with max-pooling, train.average_from=0 is without SWA (all three:
 attention_xml.debian_tags_ablation); model.levels_at_once=true trains all levels at the same time, each with candidates
 drawn around the true parents instead of the level above's best (faster where there is room for all levels; loses what
-it learns from real mistakes), see attention_xml.debian_tags_levels. One to three trees: attention_xml.debian_deps_trees.
+it learns from real mistakes): attention_xml.debian_tags_levels. One to three trees: attention_xml.debian_deps_trees.
 
     python -m xmc.train attention_xml corpus.path=DIR run.dir=DIR
 """
