@@ -124,6 +124,8 @@ def _following(job: Job, on_steps: Callable[[list[dict[str, float]]], None]) -> 
                     print(line, flush=True)
                 rows = [json.loads(line) for line in steps.lines()]
                 if rows:
+                    if rows[-1]["step"] < progress.done:  # the group went on from its checkpoint
+                        progress.start_at(rows[-1]["step"])
                     progress.update(rows[-1]["step"] - progress.done, f"loss {rows[-1]['loss']:.4f}")
                     on_steps(rows)
                 if last:

@@ -33,8 +33,10 @@ class Progress:
     _note = ""
 
     def start_at(self, done: int) -> None:
-        """Work that an earlier process has done counts in the bar, not in the speed."""
-        self.done = self._first = done
+        """Work that an earlier process has done counts in the bar, not in the speed. A process that lost some of it
+        says so with a smaller number, and what it does again is no progress twice."""
+        self._first += done - self.done
+        self.done = done
 
     def update(self, amount: int = 1, note: str = "") -> None:
         self.done += amount
