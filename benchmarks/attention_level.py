@@ -180,6 +180,7 @@ def train_trees(trees: int, at_once: int, cores: int) -> float:
             "model.candidates=10",
             "tree.height=1",
             "train.epochs=3",
+            "train.average_from=2",
             # Together they get what is free beside a task and their drivers, whether it is one or all.
             f"train.cpus_per_worker={(cores - 1.2) / at_once:.2f}",
             f"members={[{'seed': seed} for seed in range(1, trees + 1)]}",
