@@ -64,7 +64,8 @@ def quality_rows(run: dict[str, Any]) -> list[str]:
     """A row for a run, or one for each of its variants. Time is of all stages, memory of the largest process."""
     settings, results = run["settings"], run["results"]
     name = f"{settings['system']}{described(settings)}"
-    memory = f"{max(results['peak_gb'].values()):.1f} GB"
+    # A command that only counts together what an earlier, killed one had trained has seen no training's memory.
+    memory = f"{max(results['peak_gb'].values()):.1f} GB" if results["peak_gb"] else ""
     if "variants" not in results:
         return [quality_row(f"**{name}**", results["metrics"], f"{duration(results['seconds'])} | {memory}")]
     each = results.get("variant_seconds", {})
