@@ -29,6 +29,7 @@ SETTINGS = [
     "tree.branching=4",
     "tree.height=1",
     "train.epochs=3",
+    "train.average_from=0",
     "train.batch_size=16",
     "train.checkpoint_steps=10",
     "members=[{seed: 1}, {seed: 2}, {seed: 3}]",
