@@ -4,7 +4,7 @@
 
 One figure of precision on 3,000 documents is known to half a point or so: differences have their 95 % interval beside
 them, and debian-tags is measured on four tenths of its training groups too, each held out in turn. Our threshold
-there was chosen on the same four, of five values that lay within 0.25 points of P@1: so much may flatter us.
+there was chosen on the same four: they flatter us a little.
 All read the same TF-IDF (bigrams, sublinear, 300,000 columns at most) from disk, each in a process of its own, and
 use the same number of threads. Time is of everything between features and model: label features, tree, classifiers;
 compilation of our kernels is left out: they run once on little data. Memory is the peak of the process; what it had

@@ -121,12 +121,17 @@ def command(run: dict[str, Any]) -> str:
     return f"python -m benchmarks.quality {shlex.join(words)}"
 
 
-def figures(name: str, title: str) -> list[str]:
-    """A benchmark's results as they are: one row a figure."""
+def figures(name: str, title: str, command: str = "") -> list[str]:
+    """A benchmark's results as they are: one row a figure. `command`: what is typed, if not the results' name."""
     entry = load(name)
     if entry is None:
         return []
-    lines = [f"**{title}** (`python -m benchmarks.{name}`, {when(entry)})", "", "| | |", "|---|---|"]
+    lines = [
+        f"**{title}** (`python -m benchmarks.{command or name}`, {when(entry)})",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
     for key, value in entry["results"].items():
         for inner, figure in value.items() if isinstance(value, dict) else [("", value)]:
             if not isinstance(figure, dict | list):
@@ -228,7 +233,11 @@ def tables() -> str:
     lines += figures(
         "attention_level", "AttentionXML: a level's step as its labels grow at 40 × 8 candidates"
     )
-    lines += figures("attention_trees", "AttentionXML: trees at once and one after another, bundled sample")
+    lines += figures(
+        "attention_trees",
+        "AttentionXML: trees at once and one after another, bundled sample",
+        "attention_level trees",
+    )
     lines += figures("aplc_layer", "APLC over a flat layer of 670,000 labels, beside the paper's equation 14")
     lines += figures("treader_layer", "TReaderXML's step over the encoder's own")
     lines += figures("neighbours", "TReaderXML's neighbours")

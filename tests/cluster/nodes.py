@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -37,6 +38,17 @@ def start_node(*options: str) -> subprocess.Popen:
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def wait_for_port(port: int, seconds: float = 60) -> None:
+    """Until something on this machine listens there."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert time.monotonic() < deadline, f"nothing listens on port {port}"
+        time.sleep(0.2)
 
 
 def processes(node: subprocess.Popen, name: str = "") -> list[psutil.Process]:

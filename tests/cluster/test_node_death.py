@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.nodes import environment, free_port, kill_node, processes, start_node
+from tests.cluster.nodes import environment, free_port, kill_node, processes, start_node, wait_for_port
 
 ROOT = Path(__file__).parent.parent.parent
 SETTINGS = [
@@ -39,11 +39,12 @@ SETTINGS = [
 @pytest.fixture
 def cluster() -> Iterator[tuple[str, subprocess.Popen]]:
     """The address of a cluster of two nodes, and its second node."""
-    address, temporary = f"127.0.0.1:{free_port()}", Path("/tmp") / f"xmc-nodes-{os.getpid()}"
+    port, temporary = free_port(), Path("/tmp") / f"xmc-nodes-{os.getpid()}"
+    address = f"127.0.0.1:{port}"
     options = ("--include-dashboard=false", f"--temp-dir={temporary}")
-    nodes = [start_node("--head", f"--port={address.split(':')[1]}", *options)]
+    nodes = [start_node("--head", f"--port={port}", *options)]
     try:
-        time.sleep(5)
+        wait_for_port(port)
         nodes.append(start_node(f"--address={address}"))
         yield address, nodes[1]
     finally:
