@@ -200,20 +200,25 @@ def _mix(seed: int, cluster: int) -> np.uint64:
 
 
 def _assemble(piece: _Piece, blocks: list[_Block], inputs: Inputs, counts: NDArray[np.int32]) -> LevelWeights:
-    """One chunk from the blocks of its labels."""
+    """One chunk from the blocks of its labels, which are given up; `counts` (D,) is all zeros, and is left so."""
     order = np.concatenate([block.positions for block in blocks])
     intercepts = np.empty(len(order), np.float32)
     intercepts[order - piece.first] = np.concatenate([block.intercepts for block in blocks])
     dense = np.empty((len(order), inputs.num_dense), np.float32)
     dense[order - piece.first] = np.concatenate([block.dense for block in blocks])
-    columns, entry_ends, children, values = _group_by_column(
-        np.concatenate([block.entries.columns for block in blocks]),
-        np.concatenate(
-            [(block.positions - piece.first).astype(np.uint16)[block.entries.lanes] for block in blocks]
-        ),
-        np.concatenate([block.entries.values for block in blocks]),
-        counts,
-    )
+    columns = np.empty(sum(_count(block.entries.columns, counts) for block in blocks), np.int32)
+    named = 0
+    for block in blocks:
+        named = _name(block.entries.columns, counts, columns, named)
+    columns.sort()
+    entry_ends = _ends(columns, counts)
+    size = int(entry_ends[-1]) if len(entry_ends) else 0
+    children, values = np.empty(size, np.uint16), np.empty(size, np.float32)
+    # Entries take as much memory as the chunk itself: those of a block go as soon as they have their place.
+    while blocks:
+        block = blocks.pop(0)
+        _place(*block.entries, (block.positions - piece.first).astype(np.uint16), counts, children, values)
+    counts[columns] = 0
     return LevelWeights(
         inputs.num_columns,
         np.array([piece.first, piece.last], np.int64),
@@ -229,33 +234,46 @@ def _assemble(piece: _Piece, blocks: list[_Block], inputs: Inputs, counts: NDArr
 
 
 @njit(cache=True, nogil=True)
-def _group_by_column(columns: Any, children: Any, values: Any, counts: Any) -> Any:
-    """Bring the entries of a column together, columns ascending; `counts` (D,) is all zeros, and is left so."""
+def _count(columns: Any, counts: Any) -> Any:
+    """Add the entries of each column to `counts` (D,); returns how many columns had none before."""
     distinct = 0
     for column in columns:
         distinct += counts[column] == 0
         counts[column] += 1
-    names = np.empty(distinct, np.int32)
-    distinct = 0
+    return distinct
+
+
+@njit(cache=True, nogil=True)
+def _name(columns: Any, counts: Any, names: Any, named: Any) -> Any:
+    """Write each column that is met for the first time to `names`, from place `named` on; returns the next place."""
     for column in columns:
         if counts[column] > 0:
-            names[distinct] = column
-            distinct += 1
-            counts[column] = -counts[column]
-    names.sort()
-    ends = np.empty(distinct, np.int32)
+            names[named] = column
+            named += 1
+            counts[column] = -counts[column]  # negative: it has been met
+    return named
+
+
+@njit(cache=True, nogil=True)
+def _ends(names: Any, counts: Any) -> Any:
+    """Where the entries of each named column end; `counts` goes from their negative number to where they begin."""
+    ends = np.empty(names.size, np.int32)
     reached = 0
-    for place in range(distinct):
-        # From the number of a column's entries to where they begin.
+    for place in range(names.size):
+        begin = reached
         reached -= counts[names[place]]
         ends[place] = reached
-        counts[names[place]] = reached + counts[names[place]]
-    sorted_children, sorted_values = np.empty(columns.size, np.uint16), np.empty(columns.size, np.float32)
+        counts[names[place]] = begin
+    return ends
+
+
+@njit(cache=True, nogil=True)
+def _place(
+    columns: Any, lanes: Any, values: Any, child_of: Any, begins: Any, out_children: Any, out_values: Any
+) -> None:
+    """Bring a block's entries to their columns' places: begins (D,), moved on by what is written."""
     for entry in range(columns.size):
-        at = counts[columns[entry]]
-        counts[columns[entry]] += 1
-        sorted_children[at] = children[entry]
-        sorted_values[at] = values[entry]
-    for name in names:
-        counts[name] = 0
-    return names, ends, sorted_children, sorted_values
+        at = begins[columns[entry]]
+        begins[columns[entry]] += 1
+        out_children[at] = child_of[lanes[entry]]
+        out_values[at] = values[entry]

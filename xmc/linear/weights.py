@@ -159,6 +159,8 @@ def _write(path: Path, num_columns: int, arrays: Mapping[str, Sequence[NDArray]]
 
 def concatenate(parts: Sequence[LevelWeights]) -> LevelWeights:
     """Join parts whose positions follow one another."""
+    if len(parts) == 1:
+        return parts[0]
     arrays = {name: np.concatenate(pieces) for name, pieces in _joined(parts).items()}
     return LevelWeights(parts[0].num_columns, **arrays)
 
