@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from raycluster.follow import Tail
-from xmc.errors import InputError
+from xmc.errors import InputError, LostWorkersError
 
 # What a job's own actor reserves; what the job trains on asks for its resources itself.
 DRIVER_CPUS = 0.05
@@ -89,6 +89,8 @@ def run_all(
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None)
             if isinstance(cause, InputError):
+                raise cause from None
+            if attempt == attempts and isinstance(cause, LostWorkersError):
                 raise cause from None
             if attempt == attempts:
                 raise

@@ -22,7 +22,7 @@ from raycluster.follow import Tail
 from raycluster.ingest import SplitByRank
 from raycluster.job import FAILURE_FILE, MESSAGES_FILE, STEPS_FILE, Job, TrainConfig, total_steps
 from raycluster.rank import train_rank
-from xmc.errors import InputError
+from xmc.errors import InputError, LostWorkersError
 from xmc.progress import Progress
 
 
@@ -35,7 +35,8 @@ def fit(
     """Train until `job.out` holds the exported parts; `on_steps` gets each new row of step metrics, with `valid_…` in
     some where there are documents for `validation`.
 
-    Raises InputError where the run cannot go on for a reason that the user can mend.
+    Raises InputError where the run cannot go on for a reason that the user can mend, LostWorkersError where ranks died
+    more than `train.max_failures` times.
     """
     job.out.mkdir(parents=True, exist_ok=True)
     (job.out / FAILURE_FILE).unlink(missing_ok=True)
@@ -59,12 +60,37 @@ def fit(
         dataset_config=SplitByRank(),
     )
     with _following(job, on_steps):
-        trainer.fit()
+        try:
+            trainer.fit()
+        except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
+            _explain_deaths(error, job.train)
+            raise
     if (job.out / FAILURE_FILE).exists():
         raise InputError((job.out / FAILURE_FILE).read_text())
     groups.release(job.out)
     shutil.rmtree(job.out / "ray", ignore_errors=True)
     shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
+
+
+def _explain_deaths(error: Exception, config: TrainConfig) -> None:
+    """Raise LostWorkersError if processes died; an exception within one is left to the caller."""
+    # Of ranks, or of the actor that watches over them. One rank's death cuts the others' connections: they fail too.
+    failures = getattr(error, "worker_failures", {0: getattr(error, "controller_failure", error)}).values()
+    causes = [getattr(failure, "health_check_failure", failure) for failure in failures]
+    deaths = [
+        cause
+        for cause in causes
+        if isinstance(cause, ray.exceptions.RayError) and not isinstance(cause, ray.exceptions.RayTaskError)
+    ]
+    if not deaths:
+        return
+    words = " ".join(str(deaths[-1]).split())
+    why = "a machine ran out of memory" if "low on memory" in words else words
+    raise LostWorkersError(
+        f"processes of the training died and were not started again (train.max_failures={config.max_failures}): {why}\n"
+        "The same command goes on from the last checkpoint. Where memory runs out, start fewer runs at once, or train "
+        "anew with a lower train.batch_size or encoder.max_tokens."
+    ) from None
 
 
 def wants_gpu(config: TrainConfig) -> bool:

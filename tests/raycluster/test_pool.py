@@ -14,14 +14,16 @@ from raycluster.follow import append_line
 from raycluster.job import TrainConfig
 from xmc import config, run
 from xmc.corpus.tokens import MANIFEST, Sequences
-from xmc.errors import InputError
+from xmc.errors import InputError, LostWorkersError
 
 
 def work(number: int, directory: Path) -> int:
-    """Fails once for number 1, always in the user's words for number 7."""
+    """Fails once for number 1, always for number 7, which is not allowed, and for number 8, which loses workers."""
     append_line(directory / "messages.txt", f"job {number}")
     if number == 7:
         raise InputError("seven is not allowed")
+    if number == 8:
+        raise LostWorkersError("no memory")
     mark = directory / f"tried-{number}"
     if number == 1 and not mark.exists():
         mark.touch()
@@ -41,6 +43,12 @@ def test_what_the_user_must_mend_is_not_tried_again(ray_session: None, tmp_path:
     with pytest.raises(InputError, match="seven"):
         pool.run_all({"it": partial(work, 7, tmp_path)}, 1, lambda: None)
     assert (tmp_path / "messages.txt").read_text().count("job 7") == 1
+
+
+def test_a_job_that_lost_its_workers_is_tried_again_and_then_says_so(ray_session: None, tmp_path: Path):
+    with pytest.raises(LostWorkersError, match="no memory"):
+        pool.run_all({"it": partial(work, 8, tmp_path)}, 1, lambda: None)
+    assert (tmp_path / "messages.txt").read_text().count("job 8") == 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from xmc import config, run
-from xmc.errors import InputError
+from xmc.errors import InputError, LostWorkersError
 
 SETTINGS = [
     "encoder.name=random:bert",
@@ -105,6 +105,20 @@ def test_a_killed_worker_costs_nothing_but_time(undisturbed: Path, tmp_path: Pat
     train(tmp_path / "run")
     thread.join()
     assert killed
+    assert same(network(undisturbed), network(tmp_path / "run")) < 1e-5
+
+
+@pytest.mark.slow
+def test_workers_that_die_too_often_are_named_and_the_same_command_goes_on(undisturbed: Path, tmp_path: Path):
+    killed: list[int] = []
+    thread = kill_at_step(tmp_path / "run", 20, "RayTrainWorker", killed)
+    with pytest.raises(
+        LostWorkersError, match=r"train\.max_failures=0.*worker process has died(.|\n)*goes on from"
+    ):
+        train(tmp_path / "run", "train.max_failures=0")
+    thread.join()
+    assert killed
+    train(tmp_path / "run", "train.max_failures=0")
     assert same(network(undisturbed), network(tmp_path / "run")) < 1e-5
 
 
