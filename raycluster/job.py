@@ -22,6 +22,8 @@ from xmc.nn.sharding import Ragged
 STEPS_FILE, MESSAGES_FILE, FAILURE_FILE = "metrics.jsonl", "messages.txt", "failure.txt"
 # P and nDCG at these are measured on validation documents.
 VALIDATION_KS = (1, 3, 5)
+# Settings of TrainConfig on which nothing of what is trained depends: a run may go on with others.
+WATCHING = ("checkpoint_steps", "checkpoint_minutes", "max_failures", "cpus_per_worker")
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,8 @@ def _explain_deaths(error: Exception, config: TrainConfig) -> None:
     why = "a machine ran out of memory" if "low on memory" in words else words
     raise LostWorkersError(
         f"processes of the training died and were not started again (train.max_failures={config.max_failures}): {why}\n"
-        "The same command goes on from the last checkpoint. Where memory runs out, start fewer runs at once, or train "
-        "anew with a lower train.batch_size or encoder.max_tokens."
+        "The same command goes on from the last checkpoint, also with another train.max_failures. Where memory runs "
+        "out, start fewer runs at once, or train anew with a lower train.batch_size or encoder.max_tokens."
     ) from None
 
 

@@ -109,7 +109,9 @@ def test_a_killed_worker_costs_nothing_but_time(undisturbed: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_workers_that_die_too_often_are_named_and_the_same_command_goes_on(undisturbed: Path, tmp_path: Path):
+def test_workers_that_die_too_often_are_named_and_the_run_goes_on_when_more_is_allowed(
+    undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+):
     killed: list[int] = []
     thread = kill_at_step(tmp_path / "run", 20, "RayTrainWorker", killed)
     with pytest.raises(
@@ -118,7 +120,8 @@ def test_workers_that_die_too_often_are_named_and_the_same_command_goes_on(undis
         train(tmp_path / "run", "train.max_failures=0")
     thread.join()
     assert killed
-    train(tmp_path / "run", "train.max_failures=0")
+    train(tmp_path / "run", "train.max_failures=1", "train.checkpoint_steps=9")
+    assert "train: goes on where it stopped" in capfd.readouterr().out
     assert same(network(undisturbed), network(tmp_path / "run")) < 1e-5
 
 

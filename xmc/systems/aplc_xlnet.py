@@ -56,6 +56,7 @@ from xmc.systems.neural import (
     StepCallback,
     assemble,
     load_network,
+    made_from,
     prediction_device,
     train_network,
 )
@@ -102,13 +103,12 @@ def stages(config: Config, corpus: Corpus, on_steps: StepCallback) -> list[Stage
         settings = Settings(config.encoder, config.model, given["partition"] / PARTITION, config.seed)
         train_network(config, build, settings, out, given, on_steps)
 
-    settings = {key: asdict(getattr(config, key)) for key in ("encoder", "model", "engine", "train")}
     return [
         shared_stages.tokens_stage(config.encoder),
         partition_stage(config),
         Stage(
             "train",
-            settings | {"seed": config.seed},
+            made_from(config, "encoder", "model"),
             run,
             ("corpus", "tokens", "partition"),
             resumes=True,

@@ -66,6 +66,7 @@ from xmc.systems.neural import (
     StepCallback,
     link_file,
     link_tree,
+    made_from,
     train_network,
 )
 from xmc.systems.words import VOCABULARY, WORD_TABLE, WordsSection, num_words, words_stages
@@ -141,15 +142,8 @@ def _num_levels(config: Config, num_labels: int) -> int:
 
 def _settings_of(config: Config) -> dict[str, Any]:
     """The settings that a trained network follows from. Its inputs (words, tree, candidates) stand for theirs."""
-    return {
-        "words": asdict(config.words),
-        "encoder": asdict(config.encoder),
-        "hidden_widths": config.model.hidden_widths,
-        "attention": config.model.attention,
-        "engine": asdict(config.engine),
-        "train": asdict(config.train),
-        "seed": config.seed,
-    }
+    of_model = {"hidden_widths": config.model.hidden_widths, "attention": config.model.attention}
+    return of_model | made_from(config, "words", "encoder")
 
 
 def _flat_stage(config: Config, num_labels: int, on_steps: StepCallback) -> Stage:

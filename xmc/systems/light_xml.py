@@ -14,7 +14,7 @@ Switches for the paper's ablations: model.head.negatives=static (Table 5), encod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from xmc.systems.neural import (
     StepCallback,
     assemble,
     load_network,
+    made_from,
     prediction_device,
     train_network,
 )
@@ -103,9 +104,8 @@ def stages(config: Config, corpus: Corpus, on_steps: StepCallback) -> list[Stage
         settings = Settings(config.encoder, config.model, corpus.num_labels, clusters, config.seed)
         train_network(config, build, settings, out, given, on_steps)
 
-    settings = {key: asdict(getattr(config, key)) for key in ("encoder", "model", "engine", "train")}
     inputs = ("corpus", *(stage.name for stage in before))
-    return [*before, Stage("train", settings | {"seed": config.seed}, run, inputs, resumes=True)]
+    return [*before, Stage("train", made_from(config, "encoder", "model"), run, inputs, resumes=True)]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from raycluster import ingest, trainer
-from raycluster.job import Job, Learner, TrainConfig
+from raycluster.job import WATCHING, Job, Learner, TrainConfig
 from xmc.corpus.tokens import Sequences, SubwordEncoder, TokensConfig, pad_batch, read_manifest
 from xmc.errors import InputError
 from xmc.labels.topk import TopK
@@ -34,6 +35,14 @@ from xmc.systems.shared_stages import open_corpus
 
 _ENCODER = "encoder.model."
 StepCallback = Callable[[list[dict[str, float]]], None]
+
+
+def made_from(config: Any, *sections: str) -> dict[str, Any]:
+    """The settings that a trained network follows from: these sections, engine, train and the seed."""
+    settings = {key: asdict(getattr(config, key)) for key in (*sections, "engine", "train")}
+    for key in WATCHING:
+        del settings["train"][key]
+    return settings | {"seed": config.seed}
 
 
 def train_network(

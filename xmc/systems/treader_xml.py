@@ -57,6 +57,7 @@ from xmc.systems.neural import (
     link_file,
     link_tree,
     load_network,
+    made_from,
     outputs_by_length,
     prediction_device,
     train_network,
@@ -133,8 +134,7 @@ def stages(config: Config, corpus: Corpus, on_steps: StepCallback) -> list[Stage
         )
         train_network(config, build, settings, out, given, on_steps, lists=given.get("scopes"))
 
-    settings = {key: asdict(getattr(config, key)) for key in ("model", "engine", "train")} | _of_text(config)
-    settings |= {"seed": config.seed}
+    settings = _of_text(config) | made_from(config, "model")
     inputs = ("corpus", *(stage.name for stage in own if stage.name in _READ_IN_TRAINING))
     return [*own, Stage("train", settings, run, inputs, resumes=True)]
 

@@ -55,6 +55,7 @@ from xmc.systems.neural import (
     link_file,
     link_tree,
     load_network,
+    made_from,
     prediction_device,
     train_network,
 )
@@ -149,8 +150,7 @@ def _matcher_stages(config: Config, corpus: Corpus, on_steps: StepCallback, pref
         # The rows of the network are named by these clusters: they stay together.
         link_file(path, out / "network" / "clusters.safetensors")
 
-    keys = ("encoder", "matcher", "engine", "train")
-    settings = {key: asdict(getattr(config, key)) for key in keys} | {"seed": config.seed}
+    settings = made_from(config, "encoder", "matcher")
     train = Stage(f"{prefix}train", settings, run, ("corpus", "tokens", clusters), resumes=True)
     make = partial(_matcher_of, config, f"{prefix}train")
     beam = {"beam": config.ranker.beam}
