@@ -88,9 +88,7 @@ def run_all(
             results[name] = ray.get(finished)
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None)
-            if isinstance(cause, InputError):
-                raise cause from None
-            if attempt == attempts and isinstance(cause, LostWorkersError):
+            if isinstance(cause, InputError) or (attempt == attempts and isinstance(cause, LostWorkersError)):
                 raise cause from None
             if attempt == attempts:
                 raise
